@@ -1,0 +1,156 @@
+"""How long ``save`` blocks the training, over one plain copy of the same bytes into warm tmpfs memory.
+
+One process without a process group, 512 MiB of float32 in 64 CPU tensors. Each round measures, one after another so
+that a noisy machine disturbs all alike: the plain ``torch.Tensor.copy_`` of one tensor of as many bytes, the bare
+``np.copyto``, and ``save``. Every timed save waits for "committed" before the next round; right after its return
+all tensors are overwritten, and the committed bytes are compared with what was saved.
+
+A second series calls ``save`` again at once (``when_busy="wait"``), so that it blocks for the rest of the save before.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+import replica
+from replica.arena import read_arenas
+
+TENSORS = 64
+TENSOR_BYTES = 8 << 20
+WARM_UPS = 3
+ROUNDS = 10
+
+
+def run() -> dict[str, Any]:
+    """The figures; RuntimeError when a save was skipped or its bytes are wrong."""
+    home = Path(tempfile.mkdtemp(prefix="planaria-stall-", dir="/dev/shm"))
+    try:
+        return _measure(home)
+    finally:
+        shutil.rmtree(home)
+
+
+def _measure(home: Path) -> dict[str, Any]:
+    tensors = [torch.zeros(TENSOR_BYTES // 4) for _ in range(TENSORS)]
+    source = torch.zeros(TENSORS * TENSOR_BYTES // 4)
+    target = torch.from_numpy(_warm_tmpfs(home, TENSORS * TENSOR_BYTES).view(np.float32))
+    times: dict[str, list[float]] = {"copy": [], "copyto": [], "save": []}
+    with _checkpointer(tensors, home, "skip") as ckpt:
+        for number in range(WARM_UPS + ROUNDS):
+            _fill(tensors, number)
+            copy_s = _timed(lambda: target.copy_(source))
+            copyto_s = _timed(lambda: np.copyto(target.numpy(), source.numpy()))
+            save_s = _timed_save(ckpt, number, tensors, home)
+            if number >= WARM_UPS:
+                times["copy"].append(copy_s)
+                times["copyto"].append(copyto_s)
+                times["save"].append(save_s)
+    shutil.rmtree(home / f"planaria-{os.getuid()}")
+    busy_s = _back_to_back(tensors, home)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "benchmark": "stall",
+        "stall_over_memcpy": medians["save"] / medians["copy"],
+        "stall_over_copyto": medians["save"] / medians["copyto"],
+        "stall_back_to_back_over_memcpy": busy_s / medians["copy"],
+        "save_blocked_s": medians["save"],
+        "save_back_to_back_s": busy_s,
+        "memcpy_s": medians["copy"],
+        "copyto_s": medians["copyto"],
+        "bytes": TENSORS * TENSOR_BYTES,
+        "tensors": TENSORS,
+        "rounds": ROUNDS,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _checkpointer(tensors: list[torch.Tensor], home: Path, when_busy: str) -> replica.Checkpointer:
+    state = {f"t{index:02d}": tensor for index, tensor in enumerate(tensors)}
+    return replica.Checkpointer(
+        state,
+        redundancy="none",
+        job="stall",
+        arena_dir=str(home),
+        random_states=False,
+        when_busy=when_busy,
+        on_error="raise",
+    )
+
+
+def _timed_save(
+    ckpt: replica.Checkpointer, number: int, tensors: list[torch.Tensor], home: Path
+) -> float:
+    tickets: list[replica.Ticket] = []
+    seconds = _timed(lambda: tickets.append(ckpt.save(number + 1)))
+    _fill(tensors, -1)
+    if tickets[0].skipped:
+        raise RuntimeError(f"save {number + 1} was skipped: {tickets[0].reason}")
+    tickets[0].wait("committed", 60)
+    _compare(home, number)
+    return seconds
+
+
+def _back_to_back(tensors: list[torch.Tensor], home: Path) -> float:
+    seconds = []
+    with _checkpointer(tensors, home, "wait") as ckpt:
+        for number in range(WARM_UPS + ROUNDS):
+            tickets: list[replica.Ticket] = []
+            took_s = _timed(lambda: tickets.append(ckpt.save(number + 1)))  # noqa: B023
+            if tickets[0].skipped:
+                raise RuntimeError(f"save {number + 1} was skipped: {tickets[0].reason}")
+            if number >= WARM_UPS:
+                seconds.append(took_s)
+    return statistics.median(seconds)
+
+
+def _compare(home: Path, number: int) -> None:
+    """The newest committed slot holds what the tensors held when ``save`` was called."""
+    (view,) = read_arenas(home, "stall")
+    committed = view.head.committed if view.head is not None else None
+    paths = [
+        Path(view.path) / f"slot-{slot.number}.safetensors"
+        for slot in view.slots.values()
+        if slot.record is not None and slot.record.generation == committed
+    ]
+    with safe_open(str(paths[0]), framework="np") as image:
+        names = sorted(name for name in image.keys() if name.rsplit(".", 1)[-1].startswith("t"))  # noqa: SIM118
+        values = [image.get_tensor(name) for name in names if image.get_tensor(name).size > 1 << 20]
+    if len(values) != TENSORS:
+        raise RuntimeError(f"the committed image has {len(values)} of {TENSORS} tensors")
+    for index, value in enumerate(values):
+        if not np.all(value == number * TENSORS + index):
+            raise RuntimeError(f"tensor {index} of save {number + 1} was committed with wrong bytes")
+
+
+def _fill(tensors: list[torch.Tensor], number: int) -> None:
+    for index, tensor in enumerate(tensors):
+        tensor.fill_(number * TENSORS + index)
+
+
+def _warm_tmpfs(home: Path, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    path = home / "plain-copy"
+    with path.open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        mapping = mmap.mmap(file.fileno(), nbytes)
+    array = np.frombuffer(mapping, np.uint8)
+    array[:] = 0
+    return array
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
