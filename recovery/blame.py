@@ -1,0 +1,36 @@
+"""Who kept a save waiting: asked once a deadline has passed, so that the reason names the cause.
+
+A rank that waits for a holder's READY may wait in truth for a third rank whose offer that holder
+lacks. All such waits stay inside a coding group and follow one order (offers, READY,
+acknowledgements), so whoever lacks a key of the earliest stage that is not complete is to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from recovery.actions import Await, Missing
+from recovery.layout import Layout
+from recovery.tree import name_ranks
+
+
+def late_in_group(layout: Layout, generation_id: str, rank: int) -> Generator[Any, Any, str]:
+    """Say in words which ranks of ``rank``'s group are late, or "" when all keys are there."""
+    node = layout.topology.node_of_rank[rank]
+    (group,) = (group for group in layout.groups if node in group)
+    owners = [owner for name in group for owner in layout.topology.ranks_by_node[name]]
+    fragments = [f for owner in owners for f in layout.sent_by(owner)]
+    stages = {
+        "offer": {f"offer/{generation_id}/{owner}": owner for owner in owners},
+        "READY": {f"ready/{generation_id}/{f.owner}/{f.index}": f.holder for f in fragments},
+        "acknowledgement": {
+            f"ack/{generation_id}/{f.owner}/{f.index}": f.holder for f in fragments
+        },
+    }
+    for what, ranks in stages.items():
+        answer = yield Await(tuple(sorted(ranks)), f"any {what} of the group", look=True)
+        if isinstance(answer, Missing):
+            late = sorted({ranks[key] for key in answer.keys})
+            return f"no {what} from {name_ranks(late)}"
+    return ""

@@ -1,0 +1,386 @@
+"""One generation, from admission to its decision: the state table, the admission, the save session.
+
+A rank's view of the newest generation is one of five states. The table says what may happen in
+each; every other event is a programming error and raises. What may be *reused* follows from the
+state alone (rule P1): until the decision has been read, neither the slots of the new generation nor
+those of the base may be touched.
+
+              staged   held    committed   aborted
+    ADMITTED  STAGED   -       -           ABORTED
+    STAGED    -        HELD    -           ABORTED
+    HELD      -        -       COMMITTED   ABORTED
+    COMMITTED and ABORTED are final: the next generation starts anew at ADMITTED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from erasure.digest import digest
+from recovery.actions import Await, CompareSet, Decided, Got, Missing, Publish, StoreLost
+from recovery.blame import late_in_group
+from recovery.errors import RecoveryError
+from recovery.layout import Fragment, Layout
+from recovery.manifest import Generation
+from recovery.offer import check_offer, encode_offer
+from recovery.tree import FANOUT, GatherFailed, gather, name_ranks, silent_ranks
+
+ADMITTED, STAGED, HELD, COMMITTED, ABORTED = "admitted", "staged", "held", "committed", "aborted"
+
+TRANSITIONS: Mapping[str, Mapping[str, str]] = {
+    ADMITTED: {STAGED: STAGED, ABORTED: ABORTED},
+    STAGED: {HELD: HELD, ABORTED: ABORTED},
+    HELD: {COMMITTED: COMMITTED, ABORTED: ABORTED},
+    COMMITTED: {},
+    ABORTED: {},
+}
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a rank knows: the base (newest generation that must be kept) and the newest attempt."""
+
+    base: Generation | None = None
+    current: Generation | None = None
+    state: str = ABORTED
+
+    @property
+    def decided(self) -> bool:
+        """The decision of the newest attempt has been read, so a new one may be admitted (P2)."""
+        return self.state in (COMMITTED, ABORTED)
+
+    def admit(self, generation: Generation) -> Ledger:
+        if not self.decided:
+            raise RecoveryError(
+                f"{generation.describe()} admitted while {self.current} is {self.state}"
+            )
+        return replace(self, current=generation, state=ADMITTED)
+
+    def rebase(self, base: Generation | None) -> Ledger:
+        """After a restore: what was restored must be kept until a newer one is committed."""
+        if not self.decided:
+            raise RecoveryError(f"rebased on {base} while {self.current} is {self.state}")
+        return replace(self, base=base)
+
+    def apply(self, event: str) -> Ledger:
+        """The ledger after ``event``; one that is not in the table raises and changes nothing."""
+        after = TRANSITIONS[self.state].get(event)
+        if after is None:
+            raise RecoveryError(f"event {event!r} in state {self.state!r} of {self.current}")
+        base = self.current if after == COMMITTED else self.base
+        return replace(self, base=base, state=after)
+
+    def reusable(self, generation: Generation | None) -> bool:
+        """May a slot that holds ``generation`` (None: nothing) be overwritten now?"""
+        if generation is None:
+            return True
+        if generation == self.base:
+            return False
+        return self.decided or generation != self.current
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The one decision of all ranks whether a step is saved (P2)."""
+
+    take: bool
+    sequence: int
+
+    def encode(self) -> bytes:
+        return f"{'take' if self.take else 'skip'}:{self.sequence}".encode()
+
+
+def admission_key(step: int, restores: int = 0) -> str:
+    """Store key of the admission of ``step``; a restore before it may have led back over it."""
+    return f"admit/{restores}/{step}"
+
+
+def propose(sequence: int, ledger: Ledger) -> Admission:
+    """What the first rank to arrive proposes: take only if it has read the previous decision."""
+    return Admission(ledger.decided, sequence + 1 if ledger.decided else sequence)
+
+
+def parse_admission(raw: bytes) -> Admission:
+    """The admission that the store holds, or RecoveryError."""
+    word, _, number = raw.decode("ascii", "replace").partition(":")
+    if word not in ("take", "skip") or not number.isdecimal() or len(number) > 18:
+        raise RecoveryError(f"admission is {raw[:64]!r}, expected take:N or skip:N")
+    return Admission(word == "take", int(number))
+
+
+def decision_key(generation: Generation) -> str:
+    """Store key of the one decision about ``generation`` (P1)."""
+    return f"decision/{generation.id}"
+
+
+def parse_decision(raw: bytes) -> tuple[str, str]:
+    """(COMMITTED | ABORTED, reason)."""
+    word, _, reason = raw.decode("utf-8", "replace").partition(":")
+    if word not in (COMMITTED, ABORTED):
+        raise RecoveryError(f"decision is {raw[:64]!r}, expected committed or aborted")
+    return word, reason
+
+
+def abort_value(reason: str) -> bytes:
+    """The decision "aborted", with a bounded reason."""
+    return f"{ABORTED}:{reason[:2000]}".encode()
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A fragment that a peer has offered to this rank, with the length of the owner's shard."""
+
+    fragment: Fragment
+    shard_bytes: int
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Be connected to every rank in ``peers``. Answer: Mapping[int, str], what failed, by peer."""
+
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Settle:
+    """For each offer: choose a slot that is not base, mark it invalid, grow it, post its receive.
+
+    Answer: Mapping[Fragment, str]: "" when ready, else the reason why not.
+    """
+
+    offers: tuple[Incoming, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Digest, encode, send ``send``; receive and verify what was settled; seal own and held slots.
+
+    Answer: ExchangeResult.
+    """
+
+    send: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """This rank is about to report HELD: from now on it obeys the decision only (P1).
+
+    Answer: None.
+    """
+
+
+@dataclass(frozen=True)
+class ExchangeResult:
+    """What became of the bytes.
+
+    ``shard_digest`` is that of the own shard, ``received`` has the shard digests of the fragments
+    that were received and verified, ``failures`` says in words what went wrong.
+    """
+
+    shard_digest: bytes
+    received: Mapping[Fragment, bytes] = field(default_factory=dict)
+    failures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveContext:
+    """Everything that a rank's save session knows at its start.
+
+    ``incarnation`` is that of the rank's arena; ``held_root`` is that function over those of all
+    ranks, agreed at start-up, so that HELD from an arena that was replaced in between does not
+    count (P4).
+    """
+
+    rank: int
+    layout: Layout
+    generation: Generation
+    base: Generation | None
+    shard_bytes: int
+    incarnation: str
+    held_root: bytes
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a generation ended at this rank. ``held`` tells whether this rank ever reported HELD."""
+
+    state: str
+    reason: str
+    held: bool = False
+
+
+class _Abort(Exception):
+    """Inside a save session: give this generation up."""
+
+
+def save_session(context: SaveContext) -> Generator[Any, Any, SaveOutcome]:
+    """Protect one staged shard and learn its generation's decision (P1, P4, P6).
+
+    Offer -> READY -> bytes -> acknowledgements -> HELD -> decision.
+    Ends with what the decision key says, whoever wrote it. With the store lost the outcome is
+    UNDECIDED (state HELD): the driver keeps every slot and calls ``resolve`` when the store is
+    back.
+    """
+    held = False
+    try:
+        try:
+            yield from _protect(context)
+            yield Prepared()
+            held = True
+            raw = yield from _decide(context)
+        except _Abort as abort:
+            value = abort_value(f"rank {context.rank}: {abort}")
+            raw = yield CompareSet(decision_key(context.generation), value)
+    except StoreLost as lost:
+        return SaveOutcome(HELD, f"the store was lost: {lost}", held)
+    state, reason = parse_decision(raw)
+    if state == COMMITTED and not held:
+        raise RecoveryError(
+            f"{context.generation.describe()} was committed without rank {context.rank}"
+        )
+    return SaveOutcome(state, reason, held)
+
+
+def resolve(context: SaveContext, reason: str) -> Generator[Any, Any, SaveOutcome]:
+    """Abort a generation that this rank cannot finish, or read its decision if there is one."""
+    value = abort_value(f"rank {context.rank}: {reason}")
+    raw = yield CompareSet(decision_key(context.generation), value)
+    state, why = parse_decision(raw)
+    return SaveOutcome(state, why)
+
+
+def _protect(context: SaveContext) -> Generator[Any, Any, None]:
+    yield from _settle(context)
+    result: ExchangeResult = yield Exchange(context.layout.sent_by(context.rank))
+    if result.failures:
+        late = yield from late_in_group(context.layout, context.generation.id, context.rank)
+        raise _Abort("; ".join((*result.failures, *([late] if late else []))))
+    yield from _acknowledge(context, result)
+
+
+def _settle(context: SaveContext) -> Generator[Any, Any, None]:
+    """Offer, connect, answer what was offered, and go on only when every holder is READY.
+
+    Connect only after every peer's offer: by then it has told which pairs it broke off in the
+    generation before, and no side keeps a channel that the other has given up (P21).
+    """
+    rank, gen, peers = context.rank, context.generation.id, context.layout.peers_of(context.rank)
+    sent, held = context.layout.sent_by(rank), context.layout.held_by(rank)
+    mine = encode_offer(context.layout.redundancy.code, context.shard_bytes, context.base)
+    yield Publish(f"offer/{gen}/{rank}", mine)
+    raws = yield from _await(context, {f"offer/{gen}/{peer}": peer for peer in peers}, "offer")
+    cut_off: Mapping[int, str] = yield Connect(peers)
+    if cut_off:
+        raise _Abort("; ".join(cut_off.values()))
+    try:
+        sizes = [check_offer(raws[f"offer/{gen}/{f.owner}"], mine, f.owner) for f in held]
+    except RecoveryError as error:
+        raise _Abort(str(error)) from error
+    answers = yield Settle(tuple(map(Incoming, held, sizes)))
+    for fragment in held:
+        yield Publish(f"ready/{gen}/{fragment.owner}/{fragment.index}", answers[fragment].encode())
+    ready = yield from _await(
+        context, {f"ready/{gen}/{rank}/{f.index}": f.holder for f in sent}, "READY"
+    )
+    for fragment in sent:
+        refusal = ready[f"ready/{gen}/{rank}/{fragment.index}"].decode("utf-8", "replace")
+        if refusal:
+            raise _Abort(f"rank {fragment.holder} refused fragment {fragment.index}: {refusal}")
+    refused = [f"owner {f.owner}: {reason}" for f, reason in answers.items() if reason]
+    if refused:
+        raise _Abort("cannot hold what was offered: " + "; ".join(refused))
+
+
+def _acknowledge(context: SaveContext, result: ExchangeResult) -> Generator[Any, Any, None]:
+    """Acknowledge what was verified, and go on only when every holder has our shard's digest."""
+    rank, gen = context.rank, context.generation.id
+    sent, held = context.layout.sent_by(rank), context.layout.held_by(rank)
+    for fragment in held:
+        yield Publish(
+            f"ack/{gen}/{fragment.owner}/{fragment.index}", result.received[fragment].hex().encode()
+        )
+    acks = yield from _await(
+        context, {f"ack/{gen}/{rank}/{f.index}": f.holder for f in sent}, "acknowledgement"
+    )
+    for fragment in sent:
+        if acks[f"ack/{gen}/{rank}/{fragment.index}"] != result.shard_digest.hex().encode():
+            raise _Abort(f"rank {fragment.holder} acknowledged another shard digest than ours")
+
+
+def _decide(context: SaveContext) -> Generator[Any, Any, bytes]:
+    """Report HELD up the tree; the root commits; all read the decision or abort at the deadline."""
+    key, world = decision_key(context.generation), context.layout.topology.world
+    prefix = f"held/{context.generation.id}"
+    try:
+        root = yield from gather(
+            prefix, context.rank, world, context.incarnation.encode(), merge_held, watch=key
+        )
+    except GatherFailed as failed:
+        if failed.decided is not None:
+            return failed.decided
+        raise _Abort(f"not HELD by {name_ranks(failed.missing)} at the deadline") from failed
+    if root is not None:
+        if root != context.held_root:
+            raise _Abort("HELD was reported by an arena that is not the one agreed at start-up")
+        return bytes((yield CompareSet(key, COMMITTED.encode())))
+    answer = yield Await((key,), "the decision")
+    if isinstance(answer, Got):
+        return answer.values[key]
+    late = yield from silent_ranks(prefix, world)
+    raise _Abort(f"no decision at the deadline, for want of {name_ranks(late)}")
+
+
+def merge_held(values: Sequence[bytes]) -> bytes:
+    """HELD of a subtree: a digest over the arenas' incarnations in it."""
+    return digest(b"".join(values)).hex().encode()
+
+
+def held_root(incarnations: Sequence[str]) -> bytes:
+    """What the root reads when every rank reported HELD from the arena agreed at start-up."""
+    level = [incarnation.encode() for incarnation in incarnations]
+    while len(level) > 1:
+        level = [merge_held(level[i : i + FANOUT]) for i in range(0, len(level), FANOUT)]
+    return level[0]
+
+
+def _await(
+    context: SaveContext, ranks: Mapping[str, int], what: str
+) -> Generator[Any, Any, Mapping[str, bytes]]:
+    """Values of the keys, or an abort that names the ranks whose ``what`` did not come."""
+    if not ranks:
+        return {}
+    answer = yield Await(tuple(sorted(ranks)), what, watch=decision_key(context.generation))
+    if isinstance(answer, Decided):
+        raise _Abort("decided elsewhere")
+    if isinstance(answer, Missing):
+        direct = f"no {what} from {name_ranks(sorted({ranks[key] for key in answer.keys}))}"
+        root = yield from late_in_group(context.layout, context.generation.id, context.rank)
+        raise _Abort(f"{root or direct} at the deadline")
+    values: Mapping[str, bytes] = answer.values
+    return values
+
+
+@dataclass
+class KeyLog:
+    """Which store keys a rank wrote for which generation, and when they may go (P5).
+
+    Keys of a generation go when one at least two later is *committed*: HELD of every rank for that
+    later one proves that every rank has read the earlier decisions. Never after aborts alone. Each
+    rank removes what it published; the root besides removes decisions and admissions.
+    """
+
+    entries: list[tuple[int, set[str]]] = field(default_factory=list)
+
+    def open(self, sequence: int) -> set[str]:
+        """Keys written from now on belong to the generation with this admit sequence."""
+        if not self.entries or self.entries[-1][0] != sequence:
+            self.entries.append((sequence, set()))
+        return self.entries[-1][1]
+
+    def expired(self, committed_sequence: int) -> list[str]:
+        """Keys to delete after ``committed_sequence`` was committed; they are forgotten here."""
+        gone = [keys for sequence, keys in self.entries if sequence <= committed_sequence - 2]
+        self.entries = [entry for entry in self.entries if entry[0] > committed_sequence - 2]
+        return sorted(key for keys in gone for key in keys)

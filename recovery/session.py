@@ -1,0 +1,313 @@
+"""One restore, on all ranks together.
+
+Report -> frozen plan -> move and verify -> vote -> load -> loaded.
+
+The session is a generator (see ``actions``). Rank 0 is the one writer of the frozen inventory;
+every rank derives the same plan from it and the plan's fingerprint is agreed in the vote. What
+turned out to be damaged or silent is taken off the inventory and all ranks start the next attempt
+together; nobody resumes alone. The vote and the "loaded" decision are one compare-and-set each
+(P19): who times out tries ``abort`` and obeys the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recovery.actions import Await, CompareSet, Got, Publish, StoreLost
+from recovery.errors import RecoveryError
+from recovery.frozen import Frozen, decode_frozen, encode_frozen, freeze
+from recovery.inventory import (
+    Holding,
+    Inventory,
+    Report,
+    decode_reports,
+    encode_report,
+    merge_reports,
+    without,
+)
+from recovery.manifest import Generation
+from recovery.plan import NONE, OWN, PEERS, Read, Rejected, RestorePlan, protection
+from recovery.topology import Topology
+from recovery.tree import GatherFailed, dump, gather, load, name_ranks, silent_ranks
+
+ATTEMPTS_MAX = 64
+
+
+@dataclass(frozen=True)
+class Move:
+    """Serve and fetch every read of ``plan`` that concerns this rank, decode, verify.
+
+    The shard is checked against the live objects too; nothing changes in them.
+    Answer: MoveResult.
+    """
+
+    plan: RestorePlan
+    attempt: int
+
+
+@dataclass(frozen=True)
+class MoveResult:
+    """How a rank's reads went.
+
+    ``bad``: reads whose bytes failed or did not come. ``wrong``: the fragments, each verified, that
+    decoded to a shard of another digest. ``error``: what no other source can mend (keys that do not
+    match, say).
+    """
+
+    bad: tuple[Read, ...] = ()
+    wrong: tuple[int, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Change the live objects. Answer: "" or what went wrong."""
+
+
+@dataclass(frozen=True)
+class NoteFailure:
+    """Record in the arena that loading ``generation`` failed with ``error``. Answer: None."""
+
+    generation: Generation
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreContext:
+    """What a rank knows at the start. ``number`` counts the restores of this incarnation."""
+
+    rank: int
+    topology: Topology
+    report: Report
+    number: int
+
+
+@dataclass(frozen=True)
+class RestoreOutcome:
+    """``generation`` None: nothing was restored and the live objects are as they were.
+
+    ``protection``: how many more nodes may die without losing the restored generation. ``plan`` is
+    what was done. ``world_saved`` differs from the job's world only when the restore was refused
+    for it.
+    """
+
+    generation: Generation | None
+    reason: str
+    source: str = NONE
+    protection: int = -1
+    plan: RestorePlan | None = None
+    world_saved: int = 0
+    lost: Mapping[int, str] = field(default_factory=dict)
+
+
+class RestoreAborted(RecoveryError):
+    """All ranks gave this restore up before any of them changed its state."""
+
+
+class RestoreHalfDone(RecoveryError):
+    """Some rank failed after the vote: live objects may differ, the processes must be restarted."""
+
+
+def restore_session(
+    context: RestoreContext, *, load_state: bool = True
+) -> Generator[Any, Any, RestoreOutcome]:
+    """Restore the newest recoverable generation on all ranks, or find that there is none.
+
+    With ``load_state`` False only the choice is made: the outcome names the generation that
+    ``restore`` would take, and no byte is moved. Raises RestoreAborted (nothing changed) or
+    RestoreHalfDone.
+    """
+    try:
+        return (yield from _restore(context, load_state=load_state))
+    except StoreLost as lost:
+        # This rank has not voted, so nobody can have gone on to load.
+        raise RestoreAborted(f"rank {context.rank} lost the store: {lost}") from lost
+
+
+def _restore(context: RestoreContext, *, load_state: bool) -> Generator[Any, Any, RestoreOutcome]:
+    prefix = f"restore/{context.number}"
+    value = dump([encode_report(context.report)])
+    merged = yield from _gather(f"{prefix}/inventory", context, value, merge_lists)
+    inventory = merge_reports(decode_reports(merged)) if merged is not None else None
+    rejected: dict[Generation, Rejected] = {}
+    for attempt in range(ATTEMPTS_MAX):
+        key = f"{prefix}/{attempt}"
+        if inventory is not None:
+            mine = freeze(inventory, context.topology, rejected)
+            yield Publish(f"{key}/frozen", encode_frozen(mine))
+        frozen = decode_frozen((yield from _read_frozen(context, prefix, attempt)))
+        plan = frozen.plan(context.topology)
+        if plan is None or not load_state:
+            return _outcome(frozen, plan, context)
+        result = yield Move(plan, attempt)
+        try:
+            verdict = yield from _vote(context, key, plan, result)
+            if verdict is None:
+                yield from _load(context, prefix, plan.generation)
+                return _outcome(frozen, plan, context)
+        except StoreLost as lost:
+            raise _half_done(
+                plan.generation, f"rank {context.rank} lost the store: {lost}"
+            ) from lost
+        if inventory is not None:
+            inventory, sets = _erase(inventory, frozen.rejected, plan, verdict)
+            rejected[plan.generation] = sets
+    raise RestoreAborted(f"gave up after {ATTEMPTS_MAX} attempts")
+
+
+def _outcome(frozen: Frozen, plan: RestorePlan | None, context: RestoreContext) -> RestoreOutcome:
+    choice = frozen.choice
+    if choice.generation is None:
+        return RestoreOutcome(None, choice.reason, lost=choice.lost)
+    if plan is None:
+        reason = (
+            f"{choice.generation.describe()} was saved by {choice.world} ranks and this job has "
+            f"{context.topology.world}: start it with {choice.world} ranks to go on from there"
+        )
+        return RestoreOutcome(None, reason, world_saved=choice.world, lost=choice.lost)
+    source = OWN if all(rebuild.source == OWN for rebuild in plan.rebuilds) else PEERS
+    left = protection(frozen.inventory, plan.generation, context.topology)
+    return RestoreOutcome(
+        plan.generation, choice.reason, source, left, plan, choice.world, choice.lost
+    )
+
+
+def _vote(
+    context: RestoreContext, key: str, plan: RestorePlan, result: MoveResult
+) -> Generator[Any, Any, dict[str, Any] | None]:
+    """None: go. Else what to leave out in the next attempt. Raises RestoreAborted."""
+    mine = {
+        "plan": [plan.fingerprint()],
+        "bad": [[r.owner, r.fragment, r.source] for r in result.bad],
+        "wrong": [[context.rank, list(result.wrong)]] if result.wrong else [],
+        "errors": [f"rank {context.rank}: {result.error}"] if result.error else [],
+    }
+    moving = max((plan.received_bytes(rank) for rank in range(context.topology.world)), default=0)
+    try:
+        merged = yield from gather(
+            f"{key}/moved",
+            context.rank,
+            context.topology.world,
+            dump(mine),
+            _merge_votes,
+            moving_bytes=moving,
+        )
+    except GatherFailed as failed:
+        raw = yield CompareSet(
+            f"{key}/vote", f"abort:no vote from {name_ranks(failed.missing)}".encode()
+        )
+        return _obey(bytes(raw))
+    if merged is not None:
+        raw = yield CompareSet(f"{key}/vote", _count(load(merged, "votes")))
+        return _obey(bytes(raw))
+    answer = yield Await((f"{key}/vote",), "the vote", None, moving)
+    if isinstance(answer, Got):
+        return _obey(answer.values[f"{key}/vote"])
+    late = yield from silent_ranks(f"{key}/moved", context.topology.world)
+    raw = yield CompareSet(f"{key}/vote", f"abort:no vote from {name_ranks(late)}".encode())
+    return _obey(bytes(raw))
+
+
+def _count(votes: dict[str, Any]) -> bytes:
+    if len(votes["plan"]) != 1:
+        return b"abort:ranks derived different plans from one inventory"
+    if votes["errors"]:
+        return f"abort:{'; '.join(votes['errors'])}".encode()[:60_000]
+    if votes["bad"] or votes["wrong"]:
+        return b"again:" + dump({"bad": votes["bad"], "wrong": votes["wrong"]})
+    return b"go:"
+
+
+def _obey(raw: bytes) -> dict[str, Any] | None:
+    word, _, rest = raw.decode("utf-8", "replace").partition(":")
+    if word == "go":
+        return None
+    if word == "again":
+        verdict: dict[str, Any] = load(rest.encode(), "the vote")
+        return verdict
+    raise RestoreAborted(rest or f"vote is {raw[:64]!r}")
+
+
+def _erase(
+    inventory: Inventory, rejected: Rejected, plan: RestorePlan, verdict: dict[str, Any]
+) -> tuple[Inventory, Rejected]:
+    bad = {tuple(item) for item in verdict["bad"]}
+    gone: list[Holding] = [
+        h
+        for h in inventory.holdings
+        if h.generation == plan.generation and (h.owner, h.fragment, h.rank) in bad
+    ]
+    if len(gone) < len(bad):
+        raise RecoveryError(f"vote names {sorted(bad)}, which the inventory does not hold")
+    wrong = {(owner, tuple(fragments)) for owner, fragments in verdict["wrong"]}
+    return without(inventory, gone), rejected | wrong
+
+
+def _load(
+    context: RestoreContext, prefix: str, generation: Generation
+) -> Generator[Any, Any, None]:
+    error = yield Load()
+    if error:
+        yield NoteFailure(generation, error)
+    key, done = f"{prefix}/loaded", f"{prefix}/done"
+    errors = [f"rank {context.rank}: {error}"] if error else []
+    try:
+        merged = yield from gather(
+            done, context.rank, context.topology.world, dump(errors), merge_lists
+        )
+        if merged is not None:
+            said = "; ".join(load(merged, "what loading gave"))
+            raw = yield CompareSet(key, f"failed:{said}".encode() if said else b"loaded")
+        else:
+            answer = yield Await((key,), "the loaded decision")
+            if not isinstance(answer, Got):
+                raise GatherFailed((yield from silent_ranks(done, context.topology.world)), None)
+            raw = answer.values[key]
+    except GatherFailed as failed:
+        text = f"no word of loading from {name_ranks(failed.missing)}"
+        raw = yield CompareSet(key, f"failed:{text}".encode())
+    if bytes(raw) != b"loaded":
+        said = bytes(raw).decode("utf-8", "replace").removeprefix("failed:")
+        raise _half_done(generation, said)
+
+
+def _half_done(generation: Generation, why: str) -> RestoreHalfDone:
+    return RestoreHalfDone(
+        f"{generation.describe()}: {why}; "
+        "ranks may hold different states now, so this process must end and be restarted"
+    )
+
+
+def _gather(
+    prefix: str, context: RestoreContext, value: bytes, merge: Any
+) -> Generator[Any, Any, bytes | None]:
+    try:
+        return (yield from gather(prefix, context.rank, context.topology.world, value, merge))
+    except GatherFailed as failed:
+        raise RestoreAborted(
+            f"no inventory from {name_ranks(failed.missing)} before the deadline"
+        ) from failed
+
+
+def _read_frozen(context: RestoreContext, prefix: str, attempt: int) -> Generator[Any, Any, bytes]:
+    key = f"{prefix}/{attempt}/frozen"
+    answer = yield Await((key,), "the frozen inventory of rank 0")
+    if isinstance(answer, Got):
+        return answer.values[key]
+    late = yield from silent_ranks(f"{prefix}/inventory", context.topology.world)
+    raise RestoreAborted(f"no inventory from {name_ranks(late)} before the deadline")
+
+
+def merge_lists(values: Sequence[bytes]) -> bytes:
+    """Concatenate gathered JSON lists."""
+    return dump([item for value in values for item in load(value, "a gathered list")])
+
+
+def _merge_votes(values: Sequence[bytes]) -> bytes:
+    votes = [load(value, "a vote") for value in values]
+    merged = {
+        name: [item for vote in votes for item in vote[name]] for name in ("bad", "wrong", "errors")
+    }
+    return dump({"plan": sorted({fp for vote in votes for fp in vote["plan"]}), **merged})
