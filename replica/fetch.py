@@ -1,0 +1,240 @@
+"""The drivers' half of moving bytes in a restore: serve what others need, fetch, verify, decode.
+
+Nothing is believed: every fragment is compared with the chunk digests that its owner made, and the
+whole shard with the shard digest of the frozen inventory, whether it was copied, received or
+decoded.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from erasure.codec import Codec
+from erasure.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_digests, root_digest
+from recovery.errors import RecoveryError
+from recovery.manifest import WHOLE, Generation, SlotRecord
+from recovery.plan import Read, Rebuild, RestorePlan
+from recovery.session import MoveResult
+from replica.arena import read_arenas
+from replica.job import Job
+from replica.streams import Crew, receive_stream, send_stream
+from replica.transport import Bytes, Channel
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A rank's verified shard: uint8[S], scratch memory or, when it lies there, the own slot."""
+
+    shard: Bytes
+
+
+@dataclass
+class _Target:
+    """Where fragments land, by index. ``digests`` of the parts that were verified one by one."""
+
+    shard: Bytes
+    parts: dict[int, Bytes]
+    digests: dict[int, bytes] = field(default_factory=dict)
+
+
+class Fetcher:
+    """Carries out one ``Move`` at this rank.
+
+    ``received_bytes``: payload that came over the transport, from any attempt that ended well or
+    not; ``local_bytes``: payload read from the memory of this node.
+    """
+
+    def __init__(self, job: Job, plan: RestorePlan, timeout_s: float) -> None:
+        self._job, self._plan = job, plan
+        self._deadline_s = job.clock.now_s() + timeout_s
+        self._crew = Crew()
+        self._open: dict[str, tuple[int, Read]] = {}
+        self._lock = threading.Lock()
+        self.received_bytes = 0
+        self.local_bytes = 0
+        self.transfer_s = 0.0
+        self.decode_s = 0.0
+
+    def run(self) -> tuple[Fetched | None, MoveResult]:
+        """Serve and fetch. The shard, or what the vote has to know."""
+        job, clock = self._job, self._job.clock
+        mine = self._plan.rebuilds[job.rank]
+        started_s = clock.now_s()
+        cut_off = job.links.ensure(self._plan.peers_of(job.rank), self._left_s())
+        for read in self._plan.reads_from(job.rank):
+            if not read.local and read.to not in cut_off:
+                self._start_serving(read)
+        target = self._target(mine)
+        bad = [r for r in mine.reads if not r.local and r.source in cut_off]
+        for read in mine.reads:
+            if read.local:
+                bad += self._copy_local(read, target)
+            elif read not in bad:
+                self._start_fetching(read, target)
+        bad += self._finish()
+        moved_s = clock.now_s()
+        self.transfer_s = moved_s - started_s
+        if bad:
+            return None, MoveResult(bad=tuple(sorted(set(bad))))
+        wrong = self._decode(mine, target)
+        self.decode_s = clock.now_s() - moved_s
+        if wrong is not None:
+            return None, wrong
+        return Fetched(target.shard), MoveResult()
+
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline_s - self._job.clock.now_s())
+
+    def _target(self, mine: Rebuild) -> _Target:
+        code, size = mine.kind.code, mine.kind.shard_bytes
+        only = mine.reads[0]
+        if only.fragment == WHOLE and only.source == self._job.rank:
+            slot = self._own_slot(only)
+            shard = slot[:size] if slot is not None else np.empty(size, np.uint8)
+        else:
+            shard = np.empty(size, np.uint8)
+        parts = {i: shard[slice(*code.span(i, size))] for i in range(code.k)}
+        for read in mine.reads:
+            if read.fragment >= code.k:
+                parts[read.fragment] = np.empty(read.length, np.uint8)
+        return _Target(shard, parts)
+
+    def _own_slot(self, read: Read) -> Bytes | None:
+        found = self._find(self._plan.generation, read)
+        return found[1] if found else None
+
+    def _find(self, generation: Generation, read: Read) -> tuple[SlotRecord, Bytes] | None:
+        """Record and bytes of a read that this rank's own arena serves."""
+        for slot in self._job.arena.slots.values():
+            if slot.record is not None and _matches(slot.record, generation, read):
+                return slot.record, slot.data
+        return None
+
+    def _find_on_node(self, read: Read) -> tuple[SlotRecord, Bytes] | None:
+        """Record and bytes of a read from any arena of this node; another rank's is read-only."""
+        if read.source == self._job.rank:
+            return self._find(self._plan.generation, read)
+        node_id = self._job.arena.head.node_id
+        for view in read_arenas(self._job.config.arena_dir, self._job.name, node_id):
+            if view.head is not None and view.head.rank == read.source:
+                for slot in view.slots.values():
+                    if slot.record and _matches(slot.record, self._plan.generation, read):
+                        return slot.record, slot.data
+        return None
+
+    def _copy_local(self, read: Read, target: _Target) -> list[Read]:
+        found = self._find_on_node(read)
+        if found is None:
+            return [read]
+        record, data = found
+        part = target.shard if read.fragment == WHOLE else target.parts[read.fragment]
+        if not np.shares_memory(part, data):
+            part[:] = data[: read.length]
+        for index in _parts_of(read, record):
+            digests = chunk_digests(target.parts[index])
+            if digests != _digests_of(record, index):
+                return [read]
+            target.digests[index] = digests
+        self.local_bytes += read.length
+        return []
+
+    def _start_serving(self, read: Read) -> None:
+        found = self._find(self._plan.generation, read)
+        channel = self._job.links.channel(read.to)
+        name = f"serving fragment {read.fragment} of owner {read.owner} to rank {read.to}"
+        self._open[name] = (read.to, read)
+
+        def body() -> None:
+            if found is None:
+                raise RecoveryError("it is not in the arena any more")
+            for index in _parts_of(read, found[0]):
+                _serve_part(channel, found[0], index, found[1])
+
+        self._crew.start(name, body, lambda: None)
+
+    def _start_fetching(self, read: Read, target: _Target) -> None:
+        channel = self._job.links.channel(read.source)
+        name = f"fetching fragment {read.fragment} of owner {read.owner} from rank {read.source}"
+        self._open[name] = (read.source, read)
+        kind = self._plan.rebuilds[read.to].kind
+        indices = range(kind.k) if read.fragment == WHOLE else (read.fragment,)
+
+        def body() -> None:
+            for index in indices:
+                got = receive_stream(channel, target.parts[index], lambda: None)
+                if got.shard_digest.hex() != kind.shard_digest:
+                    raise RecoveryError("the sender names another shard digest than the inventory")
+                with self._lock:
+                    target.digests[index] = got.chunk_digests
+                    self.received_bytes += target.parts[index].size
+
+        self._crew.start(name, body, lambda: None)
+
+    def _finish(self) -> list[Read]:
+        """Wait for all streams, break off the pairs that failed; our reads that did not come."""
+        self._crew.join(self._left_s)
+        unfinished = self._crew.unfinished()
+        bad = []
+        for name in sorted(set(self._crew.failures) | unfinished):
+            peer, read = self._open[name]
+            self._job.links.break_off(peer)
+            if read.to == self._job.rank:
+                bad.append(read)
+        return bad
+
+    def _decode(self, mine: Rebuild, target: _Target) -> MoveResult | None:
+        code, size = mine.kind.code, mine.kind.shard_bytes
+        missing = [i for i in range(code.k) if i not in target.digests]
+        if missing:
+            have = {i: target.parts[i] for i in target.digests}
+            Codec(code).decode(have, {i: target.parts[i] for i in missing})
+            for index in missing:
+                target.digests[index] = chunk_digests(target.parts[index])
+        digests = b"".join(target.digests[i] for i in range(code.k))
+        if root_digest(digests, size).hex() == mine.kind.shard_digest:
+            return None
+        if mine.reads[0].fragment == WHOLE:
+            return MoveResult(bad=mine.reads)
+        return MoveResult(wrong=mine.fragments)
+
+
+def _matches(record: SlotRecord, generation: Generation, read: Read) -> bool:
+    return (
+        record.generation == generation
+        and record.owner == read.owner
+        and record.fragment == read.fragment
+        and record.length == read.length
+    )
+
+
+def _parts_of(read: Read, record: SlotRecord) -> range:
+    if read.fragment == WHOLE:
+        return range(record.k)
+    return range(read.fragment, read.fragment + 1)
+
+
+def _digests_of(record: SlotRecord, index: int) -> bytes:
+    """The chunk digests of one fragment from the record of it, or of the whole shard."""
+    if record.fragment != WHOLE:
+        return record.chunk_digests
+    counts = [-(-record.code.length(i, record.shard_bytes) // CHUNK_BYTES) for i in range(record.k)]
+    start = sum(counts[:index]) * DIGEST_BYTES
+    return record.chunk_digests[start : start + counts[index] * DIGEST_BYTES]
+
+
+def _serve_part(channel: Channel, record: SlotRecord, index: int, data: Bytes) -> None:
+    start, stop = (0, record.length)
+    if record.fragment == WHOLE:
+        start, stop = record.code.span(index, record.shard_bytes)
+    payload = data[start:stop]
+    trailer = _digests_of(record, index) + record.shard_digest
+    send_stream(
+        channel,
+        payload.size,
+        lambda i: payload[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES],
+        lambda _: None,
+        lambda: trailer,
+    )

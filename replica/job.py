@@ -1,0 +1,97 @@
+"""One incarnation of a job at one rank: what was agreed at its opening, and its edges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from erasure.digest import CHUNK_BYTES
+from recovery.inventory import Report
+from recovery.layout import Layout
+from recovery.manifest import WHOLE, Generation, SlotRecord, payload_bytes
+from recovery.session import RestoreContext
+from recovery.topology import Topology
+from replica.arena import Arena, Slot
+from replica.clock import Clock
+from replica.config import Config
+from replica.encode import EncodePass
+from replica.links import Links
+from replica.store import Store
+from replica.timed_store import TimedStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Frozen; what changes (slots, channels, keys) lives in its members.
+
+    ``store`` belongs to the background thread, ``front`` to the training thread; both under the
+    nonce's prefix.
+    """
+
+    name: str
+    config: Config
+    clock: Clock
+    rank: int
+    epoch: int
+    nonce: str
+    layout: Layout
+    arena: Arena
+    held_root: bytes
+    store: Store
+    front: TimedStore
+    links: Links
+    scratch_bytes: int
+
+    @property
+    def topology(self) -> Topology:
+        return self.layout.topology
+
+    @property
+    def world(self) -> int:
+        return self.layout.topology.world
+
+    def restore_context(self, report: Report, number: int) -> RestoreContext:
+        """What a restore session of this rank starts from."""
+        return RestoreContext(rank=self.rank, topology=self.topology, report=report, number=number)
+
+    def record(
+        self,
+        *,
+        generation: Generation,
+        owner: int,
+        fragment: int,
+        shard_bytes: int,
+        chunk_digests: bytes,
+        shard_digest: bytes,
+    ) -> SlotRecord:
+        """A record of this job's code and world."""
+        code = self.layout.redundancy.code
+        return SlotRecord(
+            job=self.name,
+            generation=generation,
+            owner=owner,
+            world=self.world,
+            k=code.k,
+            m=code.m,
+            fragment=fragment,
+            shard_bytes=shard_bytes,
+            length=payload_bytes(code, fragment, shard_bytes),
+            chunk_bytes=CHUNK_BYTES,
+            chunk_digests=chunk_digests,
+            shard_digest=shard_digest,
+            fence_epoch=self.epoch,
+        )
+
+    def write_own(
+        self, slot: Slot, generation: Generation, shard_bytes: int, encode: EncodePass
+    ) -> None:
+        """Declare the own slot valid with the digests of the pass over it."""
+        slot.write_record(
+            self.record(
+                generation=generation,
+                owner=self.rank,
+                fragment=WHOLE,
+                shard_bytes=shard_bytes,
+                chunk_digests=encode.chunk_digests,
+                shard_digest=encode.shard_digest,
+            )
+        )

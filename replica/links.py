@@ -1,0 +1,117 @@
+"""The channels of one rank, made when first needed and made anew after a failure (rule P21).
+
+Two ranks agree on the number of their attempt through the store: attempt n of pair (a, b) is over
+once either side has set ``pair/<a>-<b>/<n>/broken``. A channel is made only after both sides said
+ready for the same number, in sorted order of the pairs, so that no two ranks wait for each other in
+a ring.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from replica.clock import Clock
+from replica.errors import PeerError, StoreError
+from replica.runner import POLL_FIRST_S, POLL_MAX_S
+from replica.store import Store
+from replica.transport import Channel, Transport
+
+log = logging.getLogger("planaria")
+
+
+@dataclass
+class _Link:
+    attempt: int = 0
+    channel: Channel | None = None
+    broken: bool = False
+
+    def drop(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+
+class Links:
+    """Channels to other ranks. Used by one thread at a time."""
+
+    def __init__(
+        self, rank: int, transport: Transport, store: Store, clock: Clock, channel_timeout_s: float
+    ) -> None:
+        self._rank, self._transport, self._store, self._clock = rank, transport, store, clock
+        self._channel_timeout_s = channel_timeout_s
+        self._links: dict[int, _Link] = {}
+
+    def ensure(self, peers: Iterable[int], timeout_s: float) -> dict[int, str]:
+        """Connect to every peer that is not connected; what failed, by peer, in words."""
+        deadline_s = self._clock.now_s() + timeout_s
+        failed: dict[int, str] = {}
+        for peer in sorted(peers, key=lambda p: (min(p, self._rank), max(p, self._rank))):
+            try:
+                self._connect(peer, deadline_s)
+            except PeerError as error:
+                failed[peer] = str(error)
+        return failed
+
+    def channel(self, peer: int) -> Channel:
+        """The channel that ``ensure`` made."""
+        channel = self._links[peer].channel
+        if channel is None:
+            raise PeerError(f"rank {self._rank} is not connected to rank {peer}")
+        return channel
+
+    def break_off(self, peer: int) -> None:
+        """Declare this attempt over; both sides make a new channel before they exchange more."""
+        link = self._links[peer]
+        link.drop()
+        link.broken = True
+        try:
+            self._tell_broken(peer, link)
+        except StoreError as error:
+            # Told before the next attempt; until then the peer's saves miss our READY and abort.
+            log.warning("rank %d: %s", self._rank, error)
+
+    def close(self) -> None:
+        """Drop every channel."""
+        for link in self._links.values():
+            link.drop()
+
+    def _tell_broken(self, peer: int, link: _Link) -> None:
+        self._store.set(self._key(peer, link.attempt, "broken"), b"1")
+        link.broken = False
+
+    def _connect(self, peer: int, deadline_s: float) -> None:
+        link = self._links.setdefault(peer, _Link())
+        if link.broken:
+            self._tell_broken(peer, link)
+        while self._store.check([self._key(peer, link.attempt, "broken")]):
+            link.drop()
+            link.attempt += 1
+        if link.channel is not None:
+            return
+        name = self._key(peer, link.attempt, "group")
+        self._store.set(self._key(peer, link.attempt, f"ready-{self._rank}"), b"1")
+        theirs = self._key(peer, link.attempt, f"ready-{peer}")
+        if not self._wait(lambda: self._store.check([theirs]), deadline_s):
+            raise PeerError(f"rank {peer} was not ready to connect to rank {self._rank} in time")
+        try:
+            link.channel = self._transport.connect(
+                name, self._rank, peer, self._store, self._channel_timeout_s
+            )
+        except PeerError:
+            log.warning("rank %d: connecting to rank %d failed", self._rank, peer)
+            self.break_off(peer)
+            raise
+
+    def _wait(self, there: Callable[[], bool], deadline_s: float) -> bool:
+        pause_s = POLL_FIRST_S
+        while not there():
+            if self._clock.now_s() >= deadline_s:
+                return False
+            self._clock.pause(pause_s)
+            pause_s = min(pause_s * 1.5, POLL_MAX_S)
+        return True
+
+    def _key(self, peer: int, attempt: int, what: str) -> str:
+        return f"pair/{min(peer, self._rank)}-{max(peer, self._rank)}/{attempt}/{what}"

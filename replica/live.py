@@ -1,0 +1,178 @@
+"""Live tensors as targets of a restore: do they fit, how are they filled, what do they share."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from replica.copies import mesh_signature, placement_names
+from replica.dtypes import carrier, dtype_name
+from replica.errors import StateError
+from replica.fresh import SpecFacts, TensorFacts
+from replica.leaves import find_homes, memory_of, span, unexpanded
+from replica.state import MODULE, OPTIMIZER, kind_of, module_state
+from replica.torch_private import DTensor, local_and_spec
+
+
+def live_tensors(value: object, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Every tensor of a live state, without asking loaders or schedulers for theirs."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    inner: Iterable[object] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple | deque):
+        inner = value
+    elif kind_of(value) == MODULE:
+        inner = module_state(value).values()  # type: ignore[arg-type]
+    elif kind_of(value) == OPTIMIZER:
+        inner = (value.param_groups, *value.state.values())  # type: ignore[attr-defined]
+    for item in inner:
+        yield from live_tensors(item, seen)
+
+
+def holds_live(value: object) -> bool:
+    """Whether a value is or contains a tensor or a state object."""
+    if isinstance(value, torch.Tensor) or kind_of(value) is not None:
+        return True
+    if isinstance(value, dict):
+        return any(map(holds_live, value.values()))
+    return isinstance(value, list | tuple | deque | set | frozenset) and any(map(holds_live, value))
+
+
+class LiveMeshes:
+    """The device meshes of the live state, found by the signature that an image records."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._meshes: dict[str, Any] = {}
+        self._placements: dict[str, Placement] = {repr(Replicate()): Replicate()}
+        for value in tensors:
+            if isinstance(value, DTensor):
+                mesh = value.device_mesh
+                self._meshes.setdefault(json.dumps(mesh_signature(mesh)), mesh)
+                self._placements.update((repr(place), place) for place in value.placements)
+
+    def rebuild(self, local: torch.Tensor, spec: SpecFacts) -> DTensor:
+        """A DTensor around a local shard; `StateError` where its mesh is not in the live state."""
+        mesh = self._meshes.get(json.dumps(spec.mesh))
+        if mesh is None:
+            raise StateError(
+                f"a DTensor was saved on device mesh {spec.mesh}, and no live parameter lies on "
+                "such a mesh; build the model with the same mesh before restore"
+            )
+        shards: list[Placement] = [Shard(dim) for dim in range(len(spec.shape))]
+        known = {**{repr(place): place for place in shards}, **self._placements}
+        unknown = [text for text in spec.placements if text not in known]
+        if unknown or len(spec.placements) != mesh.ndim:
+            raise StateError(
+                f"a DTensor was saved with placements {list(spec.placements)}, which are not those "
+                f"of a live parameter on mesh {spec.mesh}"
+            )
+        return DTensor.from_local(
+            local,
+            mesh,
+            [known[text] for text in spec.placements],
+            run_check=False,
+            shape=torch.Size(spec.shape),
+            stride=spec.strides,
+        )
+
+
+def tensor_mismatch(live: torch.Tensor, facts: TensorFacts) -> str | None:
+    """Why a saved tensor cannot be loaded into a live one, None if it can."""
+    if live.dtype != facts.dtype:
+        return f"saved as {dtype_name(facts.dtype)}, is {dtype_name(live.dtype)}"
+    if tuple(live.shape) != facts.full_shape:
+        return f"saved with shape {list(facts.full_shape)}, has {list(live.shape)}"
+    if isinstance(live, DTensor) != (facts.spec is not None):
+        kind = "a DTensor" if facts.spec is not None else "a plain tensor"
+        return f"saved as {kind}, is a {type(live).__name__}"
+    if isinstance(live, DTensor) and facts.spec is not None:
+        return _spec_mismatch(live, facts, facts.spec)
+    return None
+
+
+def _spec_mismatch(live: DTensor, facts: TensorFacts, spec: SpecFacts) -> str | None:
+    placements = placement_names(live)
+    if placements != list(spec.placements):
+        return f"saved with placements {list(spec.placements)}, has {placements}"
+    mesh = mesh_signature(live.device_mesh)
+    if mesh != spec.mesh:
+        return f"saved on device mesh {spec.mesh}, is on {mesh}"
+    local, _ = local_and_spec(live)
+    if tuple(local.shape) != facts.shape:
+        return f"saved with a local shard {list(facts.shape)}, has {list(local.shape)}"
+    return None
+
+
+def local_of(value: torch.Tensor) -> torch.Tensor:
+    """The local shard of a DTensor, any other tensor as it is."""
+    return local_and_spec(value)[0] if isinstance(value, DTensor) else value
+
+
+def copy_into(live: torch.Tensor, saved: torch.Tensor) -> None:
+    """Fill a live local tensor, whatever its layout, with saved values of equal shape and dtype."""
+    with torch.no_grad():
+        target, source = unexpanded(live), unexpanded(saved)
+        if span(target.shape, target.stride()) < target.numel():
+            # Elements that overlap one another: `copy_` refuses, their memory can be filled.
+            target, source = memory_of(target), memory_of(source)
+        shape = target.shape
+        if source.shape != shape:
+            source = source.expand(shape)
+        if carrier(target.dtype) is not target.dtype:
+            target, source = target.view(carrier(target.dtype)), source.view(carrier(target.dtype))
+        target.copy_(source)
+
+
+Target = tuple[str, torch.Tensor, TensorFacts]
+"""Path, live local tensor, facts of what is loaded into it."""
+
+
+def sharing_mismatches(targets: Sequence[Target]) -> Iterator[str]:
+    """Pairs of targets that share memory now and did not when saved, or the reverse.
+
+    The first would silently lose one of the two values, the second would train on untied weights.
+    """
+    filled = [target for target in targets if target[1].numel()]
+    now = [home.block for home in find_homes([live for _, live, _ in filled]).homes]
+    then = _saved_labels([facts for _, _, facts in filled])
+    yield from _split(filled, now, then, "shares memory with {}, and did not when saved")
+    yield from _split(filled, then, now, "shared memory with {} when saved, and does not now")
+
+
+def _saved_labels(facts: Sequence[TensorFacts]) -> list[int]:
+    """Equal numbers for tensors whose bytes overlap in the image."""
+    labels = [0] * len(facts)
+    label, entry, stop = -1, -1, 0
+    order = sorted(range(len(facts)), key=lambda i: (facts[i].entry, facts[i].offset_bytes))
+    for index in order:
+        part = facts[index]
+        start = max(part.offset_bytes, 0)
+        reach = span(part.shape, part.strides) * part.dtype.itemsize
+        if part.entry != entry or start >= stop:
+            label, entry, stop = label + 1, part.entry, 0
+        stop = max(stop, start + reach)
+        labels[index] = label
+    return labels
+
+
+def _split(
+    targets: Sequence[Target], one: Sequence[int], other: Sequence[int], sentence: str
+) -> Iterator[str]:
+    first: dict[int, int] = {}
+    for index, label in enumerate(one):
+        leader = first.setdefault(label, index)
+        if other[leader] != other[index]:
+            yield f"{targets[index][0]} {sentence.format(targets[leader][0])}"

@@ -1,0 +1,274 @@
+"""An image back into live objects, in two phases.
+
+A `Loader` compares the saved tree with the live state and notes what is wrong and what is to be
+done; it changes nothing. The noted actions then run in the order of the state.
+
+Rules for containers. Tensors that are there are copied into, so that whoever else holds them sees
+the saved values; so are arrays of the same shape and dtype. Dicts, lists, sets and deques keep
+their identity and get the saved items. A saved value whose key is not there yet is put in; a live
+tensor or state object that was not saved is an error, and so is a saved state object that is not
+there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from replica.errors import StateError
+from replica.fresh import LeafReader, TensorFacts
+from replica.image import ImageError
+from replica.live import (
+    LiveMeshes,
+    Target,
+    copy_into,
+    holds_live,
+    live_tensors,
+    local_of,
+    sharing_mismatches,
+    tensor_mismatch,
+)
+from replica.objects import prepare_object
+from replica.state import kind_of
+from replica.tree import (
+    MAPPING_START,
+    MAPPING_TAGS,
+    MAX_DEPTH,
+    SEQUENCE_START,
+    Node,
+    Unsupported,
+    path_text,
+)
+from replica.tree_reader import Decoder, check_mapping, check_sequence, empty_mapping, tag_of
+
+Keys = tuple[object, ...]
+Action = Callable[[], None]
+
+ABSENT = object()
+"""Stands for a live value that is not there."""
+
+_MAX_SHOWN = 20
+
+
+class Findings:
+    """What does not fit between a saved and a live state."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        """Saved and not in the live state."""
+        self.extra: list[str] = []
+        """In the live state and not saved."""
+        self.different: list[str] = []
+        """In both, and not alike."""
+
+    def check(self, rank: int) -> None:
+        """Raise one `StateError` that lists everything, if there is anything."""
+        parts = [
+            f"{title}: {_listed(lines)}"
+            for title, lines in (
+                ("saved but not in the live state", self.missing),
+                ("in the live state but not saved", self.extra),
+                ("different", self.different),
+            )
+            if lines
+        ]
+        if parts:
+            raise StateError(
+                f"rank {rank}: the saved and the live state do not match; nothing was changed. "
+                + "; ".join(parts)
+            )
+
+
+def _listed(lines: list[str]) -> str:
+    shown = ", ".join(lines[:_MAX_SHOWN])
+    more = len(lines) - _MAX_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+class Loader:
+    """One comparison of an image with a live state."""
+
+    def __init__(self, reader: LeafReader, state: MutableMapping[str, object]) -> None:
+        self._reader = reader
+        self._state = state
+        self.findings = Findings()
+        self.actions: list[Action] = []
+        self.targets: list[Target] = []
+        self.decoder = Decoder(self)
+        try:
+            self._meshes = LiveMeshes(live_tensors({**state}))
+        except Unsupported as fault:
+            raise StateError(fault.describe()) from fault
+
+    def value(self, index: int) -> torch.Tensor | np.ndarray[Any, Any] | bytes:
+        """A leaf in new memory; a DTensor on the live mesh that has the recorded signature."""
+        facts = self._reader.take(index)
+        if not isinstance(facts, TensorFacts):
+            return self._reader.plain(facts)
+        local = self._reader.local(facts, facts.device)
+        return local if facts.spec is None else self._meshes.rebuild(local, facts.spec)
+
+    def load(self, node: Node) -> None:
+        """Compare the whole state; the root is strict in both directions."""
+        if tag_of(node) != "dict":
+            raise ImageError("shard image: the root of the tree is no dict")
+        saved = dict(self.decoder.pairs(node))
+        self.findings.missing += [path_text([key]) for key in saved if key not in self._state]
+        self.findings.extra += [path_text([key]) for key in self._state if key not in saved]
+        for key, live in self._state.items():
+            if key in saved:
+                value = self.merge(live, saved[key], (key,))
+                if value is not live:
+                    self.actions.append(partial(self._state.__setitem__, key, value))
+        self.findings.different += sharing_mismatches(self.targets)
+
+    def merge(self, live: object, node: Node, keys: Keys) -> object:
+        """The value that stands in place of `live` after the restore; `live` itself if it can."""
+        tag = tag_of(node)
+        if len(keys) > MAX_DEPTH:
+            raise ImageError("shard image: the tree is nested too deeply")
+        kind = kind_of(live)
+        if tag == "object" or kind is not None:
+            return self._object(live, kind, node, keys)
+        if isinstance(live, torch.Tensor):
+            return self.tensor(live, node, keys)
+        if tag in MAPPING_START:
+            return self._mapping(live, node, keys)
+        if tag in {"list", "tuple", "deque"}:
+            return self._sequence(live, node, keys)
+        self._refuse_dropped(live, keys)
+        value = self.decoder.decode(node)
+        return self._refilled(live, value)
+
+    def tensor(self, live: torch.Tensor, node: Node, keys: Keys) -> torch.Tensor:
+        """Plan the copy of a saved tensor into a live one."""
+        facts = self.tensor_facts(live, node, keys)
+        if facts is not None:
+            saved = self._reader.local(facts, "cpu")
+            self.actions.append(partial(copy_into, local_of(live), saved))
+        return live
+
+    def tensor_facts(self, live: torch.Tensor, node: Node, keys: Keys) -> TensorFacts | None:
+        """What is to be loaded into a live tensor; None, and a finding, if it does not fit."""
+        path = path_text(keys)
+        is_leaf = tag_of(node) == "leaf" and len(node) == 2
+        facts = self._reader.take(node[1]) if is_leaf else None
+        if not isinstance(facts, TensorFacts):
+            self.findings.different.append(f"{path} is a tensor and was not saved as one")
+            return None
+        why = tensor_mismatch(live, facts)
+        if why is not None:
+            self.findings.different.append(f"{path} {why}")
+            return None
+        self.targets.append((path, local_of(live), facts))
+        return facts
+
+    def saved_local(self, facts: TensorFacts) -> torch.Tensor:
+        """The saved local values of a tensor, on the CPU, in new memory."""
+        return self._reader.local(facts, "cpu")
+
+    def _object(self, live: object, kind: str | None, node: Node, keys: Keys) -> object:
+        path = path_text(keys)
+        if tag_of(node) != "object":
+            self.findings.extra.append(f"{path} ({kind})")
+        elif len(node) != 3 or type(node[1]) is not str:
+            raise ImageError("shard image: a damaged object node")
+        elif kind is None:
+            self.findings.missing.append(f"{path} ({node[1]})")
+        elif kind != node[1]:
+            self.findings.different.append(f"{path} saved as {node[1]}, is {kind}")
+        else:
+            prepare_object(self, kind, live, node[2], keys)
+        return live
+
+    def _mapping(self, live: object, node: Node, keys: Keys) -> object:
+        check_mapping(node)
+        old: dict[Any, Any] = {}
+        same = MAPPING_TAGS.get(type(live)) == node[0]
+        if same:
+            old = live  # type: ignore[assignment]
+        else:
+            self._refuse_dropped(live, keys)
+        made = empty_mapping(node)
+        for key, value in self.decoder.pairs(node):
+            made[key] = self.merge(old.get(key, ABSENT), value, (*keys, key))
+        for key in old:
+            if key not in made:
+                self._refuse_dropped(old[key], (*keys, key))
+        if not same:
+            return made
+        self.actions.append(partial(_refill_mapping, old, made))
+        return live
+
+    def _sequence(self, live: object, node: Node, keys: Keys) -> object:
+        check_sequence(node)
+        tag, nodes = node[0], node[SEQUENCE_START[node[0]] :]
+        old: list[Any] = []
+        if type(live).__name__ == tag and isinstance(live, list | tuple | deque):
+            old = list(live)
+        else:
+            self._refuse_dropped(live, keys)
+        made = []
+        # A loop, since a comprehension would take a stack frame of its own per level.
+        for index, item in enumerate(nodes):
+            known = old[index] if index < len(old) else ABSENT
+            made.append(self.merge(known, item, (*keys, index)))
+        for index in range(len(made), len(old)):
+            self._refuse_dropped(old[index], (*keys, index))
+        if tag == "tuple":
+            kept = len(made) == len(old) and all(map(_is, made, old))
+            return live if kept and type(live) is tuple else tuple(made)
+        return self._refilled(live, made if tag == "list" else deque(made, node[1]))
+
+    def _refilled(self, live: Any, value: Any) -> object:
+        """Keep a mutable live container of the same type, and fill it at commit."""
+        if type(live) is not type(value):
+            return value
+        if isinstance(live, list | bytearray):
+            self.actions.append(partial(_refill_slice, live, value))
+        elif isinstance(live, set) or (isinstance(live, deque) and live.maxlen == value.maxlen):
+            self.actions.append(partial(_refill, live, value))
+        elif isinstance(live, np.ndarray) and _same_form(live, value):
+            self.actions.append(partial(np.copyto, live, value))
+        else:
+            return value
+        return live
+
+    def _refuse_dropped(self, live: object, keys: Keys) -> None:
+        """A live tensor or state object that the saved state has no place for."""
+        if live is not ABSENT and holds_live(live):
+            self.findings.extra.append(path_text(keys))
+
+
+def _is(left: object, right: object) -> bool:
+    return left is right
+
+
+def _same_form(live: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> bool:
+    return live.flags.writeable and live.dtype == value.dtype and live.shape == value.shape
+
+
+def _refill_mapping(live: dict[Any, Any], items: dict[Any, Any]) -> None:
+    live.clear()
+    # Item by item: Counter.update would add. OrderedDict must see each of them too.
+    for key, value in items.items():
+        live[key] = value  # noqa: PERF403
+
+
+def _refill_slice(live: Any, items: Any) -> None:
+    live[:] = items
+
+
+def _refill(live: Any, items: Any) -> None:
+    kept = list(items)
+    live.clear()
+    for item in kept:
+        if isinstance(live, set):
+            live.add(item)
+        else:
+            live.append(item)

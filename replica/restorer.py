@@ -1,0 +1,106 @@
+"""The drivers' half of one restore: move bytes, check, load (see ``recovery.session``)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from erasure.digest import digest
+from erasure.errors import PlanariaError
+from recovery.inventory import Report, failures_of, report_of
+from recovery.session import Load, Move, MoveResult, NoteFailure
+from replica.fetch import Fetched, Fetcher
+from replica.job import Job
+from replica.runner import MOVING_BYTES_PER_S_MIN, Handlers
+from replica.snapshot import LoadPlan, Snapshot
+
+log = logging.getLogger("planaria")
+
+
+class Restorer:
+    """Carries out Move, Load and NoteFailure of one restore, in the training thread."""
+
+    def __init__(self, job: Job, snapshot: Snapshot) -> None:
+        self._job, self._snapshot = job, snapshot
+        self._prepared: LoadPlan | None = None
+        self.fetched: Fetched | None = None
+        self.load_error: Exception | None = None
+        self.received_bytes = 0
+        self.local_bytes = 0
+        self.seconds = {"inventory": 0.0, "transfer": 0.0, "decode": 0.0, "load": 0.0}
+        self._started_s = job.clock.now_s()
+
+    def report(self) -> Report:
+        """What this rank's arena holds."""
+        head = self._job.arena.head
+        records = [s.record for s in self._job.arena.slots.values() if s.record is not None]
+        return report_of(
+            self._job.rank,
+            self._job.name,
+            records,
+            committed=head.committed,
+            failures=failures_of(head.attempts),
+        )
+
+    def handlers(self) -> Handlers:
+        """The handlers of this restore."""
+        return {Move: self._move, Load: lambda _: self._load(), NoteFailure: self._note}
+
+    def _timed(self, phase: str, work: Callable[[], Any]) -> Any:
+        started_s = self._job.clock.now_s()
+        try:
+            return work()
+        finally:
+            self.seconds[phase] += self._job.clock.now_s() - started_s
+
+    def _move(self, action: Move) -> MoveResult:
+        job, plan = self._job, action.plan
+        if action.attempt == 0:
+            self.seconds["inventory"] = job.clock.now_s() - self._started_s
+        most = max(plan.received_bytes(rank) for rank in range(job.world))
+        timeout_s = job.config.options.timeout_s + most / MOVING_BYTES_PER_S_MIN
+        fetcher = Fetcher(job, plan, timeout_s)
+        self.fetched, result = fetcher.run()
+        self.received_bytes += fetcher.received_bytes
+        self.local_bytes += fetcher.local_bytes
+        self.seconds["transfer"] += fetcher.transfer_s
+        self.seconds["decode"] += fetcher.decode_s
+        fetched = self.fetched
+        if fetched is None:
+            log.warning("rank %d: attempt %d: %s", job.rank, action.attempt, result)
+            return result
+        try:
+            self._prepared = self._timed("load", lambda: self._prepare(fetched, plan.generation.id))
+        except PlanariaError as error:
+            return MoveResult(error=str(error))
+        return result
+
+    def _prepare(self, fetched: Fetched, generation: str) -> LoadPlan:
+        prepared = self._snapshot.prepare(fetched.shard)
+        if (prepared.header.generation, prepared.header.owner) != (generation, self._job.rank):
+            raise PlanariaError(
+                f"the shard says that it is {prepared.header}, not owner {self._job.rank}'s"
+            )
+        return prepared
+
+    def _load(self) -> str:
+        try:
+            if self._prepared is None:
+                raise PlanariaError("nothing was prepared")
+            self._timed("load", self._prepared.commit)
+        except Exception as error:  # noqa: BLE001 - a user's method may raise anything; all hear it
+            self.load_error = error
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._prepared = self.fetched = None
+        return ""
+
+    def _note(self, action: NoteFailure) -> None:
+        """Count identical failures: after two the next restore steps back (P19)."""
+        cause = digest(action.error.encode()).hex()
+        counts = {(gen, error): count for gen, error, count in self._job.arena.head.attempts}
+        key = (action.generation.id, cause)
+        counts[key] = counts.get(key, 0) + 1
+        attempts = tuple((gen, error, count) for (gen, error), count in list(counts.items())[-16:])
+        self._job.arena.update_head(attempts=attempts)

@@ -1,0 +1,196 @@
+"""The drivers' half of one save: slots, streams, records (see ``recovery.commit``)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from erasure.errors import PlanariaError
+from recovery.commit import Connect, Exchange, ExchangeResult, Incoming, Settle
+from recovery.layout import Fragment
+from recovery.manifest import Generation, SlotRecord
+from replica.arena import HELD, Slot
+from replica.encode import EncodePass, ParityRing
+from replica.errors import ArenaError
+from replica.job import Job
+from replica.runner import Handlers
+from replica.streams import Crew, Received, receive_stream, send_stream
+
+log = logging.getLogger("planaria")
+
+Reusable = Callable[[Generation | None], bool]
+
+
+@dataclass
+class SaveWork:
+    """One generation at this rank: what was staged, and what has come in."""
+
+    generation: Generation
+    own: Slot
+    shard_bytes: int
+    reusable: Reusable
+    deadline_s: float
+    crew: Crew = field(default_factory=Crew)
+    received: dict[Fragment, bytes] = field(default_factory=dict)
+    open_peers: set[int] = field(default_factory=set)
+    sent_bytes: int = 0
+    over: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Saver:
+    """Carries out Connect, Settle and Exchange. One save at a time, in the background thread."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._ring = ParityRing(job.layout.redundancy.code)
+        self._quarantined: set[int] = set()
+        self._work: SaveWork | None = None
+
+    def handlers(self, work: SaveWork) -> Handlers:
+        """The handlers for the save of ``work``."""
+        self._work = work
+        return {
+            Connect: lambda action: self._connect(work, action),
+            Settle: lambda action: self._settle(work, action),
+            Exchange: lambda action: self._exchange(work, action),
+        }
+
+    def end(self) -> None:
+        """After the outcome: break off every pair that still has a buffer posted (P21, P22)."""
+        work, self._work = self._work, None
+        if work is None:
+            return
+        with work.lock:
+            work.over = True
+        for peer in sorted(work.open_peers):
+            self._job.links.break_off(peer)
+
+    @property
+    def idle(self) -> bool:
+        """No receive into any slot is under way, so the arena may be given up."""
+        return not self._quarantined
+
+    def quarantined(self, slot: Slot) -> bool:
+        """A receive into ``slot`` has not returned, so nobody may reuse or unmap it (P22)."""
+        return slot.number in self._quarantined
+
+    def _left_s(self, work: SaveWork) -> float:
+        return max(0.0, work.deadline_s - self._job.clock.now_s())
+
+    def _connect(self, work: SaveWork, action: Connect) -> Mapping[int, str]:
+        return self._job.links.ensure(action.peers, self._left_s(work))
+
+    def _settle(self, work: SaveWork, action: Settle) -> Mapping[Fragment, str]:
+        answers: dict[Fragment, str] = {}
+        taken: set[int] = set()
+        for offer in action.offers:
+            try:
+                slot = self._slot_for(work, offer, taken)
+                taken.add(slot.number)
+                slot.invalidate()
+                self._receive(work, offer, slot)
+            except PlanariaError as error:
+                log.warning("cannot hold %s: %s", offer.fragment, error)
+                answers[offer.fragment] = str(error)
+            else:
+                answers[offer.fragment] = ""
+        return answers
+
+    def _slot_for(self, work: SaveWork, offer: Incoming, taken: set[int]) -> Slot:
+        arena = self._job.arena
+        need = self._job.layout.redundancy.code.length(offer.fragment.index, offer.shard_bytes)
+        held = [slot for slot in arena.slots.values() if slot.kind == HELD]
+        free = [
+            slot
+            for slot in held
+            if slot.number not in taken
+            and not self.quarantined(slot)
+            and work.reusable(slot.record.generation if slot.record else None)
+        ]
+        fitting = [slot for slot in free if slot.capacity >= need]
+        if fitting:
+            return min(fitting, key=lambda slot: (slot.capacity, slot.number))
+        if free:
+            # The shard has grown: what is not base makes room for a larger slot (P8).
+            arena.drop(max(free, key=lambda slot: (slot.capacity, -slot.number)))
+        elif len(held) >= 2 * len(self._job.layout.held_by(self._job.rank)):
+            raise ArenaError("every slot is base or under a receive that has not returned")
+        return arena.allocate(need, HELD)
+
+    def _receive(self, work: SaveWork, offer: Incoming, slot: Slot) -> None:
+        fragment, code = offer.fragment, self._job.layout.redundancy.code
+        buffer = slot.data[: code.length(fragment.index, offer.shard_bytes)]
+        channel = self._job.links.channel(fragment.owner)
+        posted = threading.Event()
+        name = f"receiving fragment {fragment.index} of rank {fragment.owner}"
+        work.open_peers.add(fragment.owner)
+        self._quarantined.add(slot.number)
+
+        def body() -> None:
+            try:
+                got = receive_stream(channel, buffer, posted.set)
+                with work.lock:
+                    # A stream that outlived its generation must not revive the slot.
+                    if not work.over:
+                        slot.write_record(self._record(work, offer, got))
+                        work.received[fragment] = got.shard_digest
+            finally:
+                self._quarantined.discard(slot.number)
+
+        work.crew.start(name, body, posted.set)
+        if not posted.wait(self._left_s(work)):
+            raise ArenaError(f"{name}: the receive could not be posted in time")
+
+    def _record(self, work: SaveWork, offer: Incoming, got: Received) -> SlotRecord:
+        return self._job.record(
+            generation=work.generation,
+            owner=offer.fragment.owner,
+            fragment=offer.fragment.index,
+            shard_bytes=offer.shard_bytes,
+            chunk_digests=got.chunk_digests,
+            shard_digest=got.shard_digest,
+        )
+
+    def _exchange(self, work: SaveWork, action: Exchange) -> ExchangeResult:
+        job, code = self._job, self._job.layout.redundancy.code
+        shard = work.own.data[: work.shard_bytes]
+        encode = EncodePass(code, shard, self._ring, len(action.send), job.clock.now_s)
+        encode.deadline_s = work.deadline_s
+        for fragment in action.send:
+            self._send(work, encode, fragment)
+        failures: list[str] = []
+        try:
+            encode.run()
+            job.write_own(work.own, work.generation, work.shard_bytes, encode)
+        except PlanariaError as error:
+            encode.fail()
+            failures.append(str(error))
+        work.crew.join(lambda: self._left_s(work))
+        late = sorted(work.crew.unfinished())
+        failures += [text for _, text in sorted(work.crew.failures.items())]
+        failures += [f"{name}: still under way at the deadline" for name in late]
+        if not failures:
+            work.open_peers.clear()
+        with work.lock:
+            return ExchangeResult(encode.shard_digest, dict(work.received), tuple(failures))
+
+    def _send(self, work: SaveWork, encode: EncodePass, fragment: Fragment) -> None:
+        channel = self._job.links.channel(fragment.holder)
+        index, length = fragment.index, encode.length(fragment.index)
+        work.open_peers.add(fragment.holder)
+
+        def body() -> None:
+            send_stream(
+                channel,
+                length,
+                lambda i: encode.block(index, i),
+                lambda i: encode.sent(index, i),
+                lambda: encode.trailer(index),
+            )
+            with work.lock:
+                work.sent_bytes += length
+
+        work.crew.start(f"sending fragment {index} to rank {fragment.holder}", body, encode.fail)

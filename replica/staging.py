@@ -1,0 +1,177 @@
+"""The training thread's part of a save: agree on the plan once, admit, copy, hand over."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from recovery.agree import agree_session
+from recovery.commit import (
+    Admission,
+    abort_value,
+    admission_key,
+    decision_key,
+    parse_admission,
+    propose,
+)
+from recovery.manifest import Generation, generation_id
+from recovery.session import merge_lists
+from recovery.tree import GatherFailed, dump
+from replica.arena import OWN, Slot
+from replica.driver import Driver, Request
+from replica.errors import ArenaError, PeerError, StateError, StoreError
+from replica.image import ShardHeader
+from replica.job import Job
+from replica.runner import Runner
+from replica.snapshot import NeedCapacity, Snapshot
+from replica.ticket import Ticket
+
+log = logging.getLogger("planaria")
+
+
+class Stager:
+    """For the training thread only. ``last``: ticket of the newest step that was not skipped."""
+
+    def __init__(self, job: Job, driver: Driver, snapshot: Snapshot) -> None:
+        self._job, self._driver, self._snapshot = job, driver, snapshot
+        self._sequence = self._restores = self._plans = 0
+        self._planned = False
+        self.last: Ticket | None = None
+
+    def plan_once(self) -> None:
+        """Before the first save all ranks plan; an unsupported value is StateError everywhere."""
+        if self._planned:
+            return
+        job, error = self._job, self._plan_error()
+        value = dump([str(error)] if error else [])
+        self._plans += 1
+        session = agree_session(f"planned/{self._plans}", job.rank, job.world, value, merge_lists)
+        try:
+            raw = Runner(job.front, job.clock).run(
+                session, {}, timeout_s=job.config.options.timeout_s
+            )
+        except GatherFailed as failed:
+            raise PeerError(
+                f"rank {job.rank}: the first save() waits for all ranks; {failed} within "
+                f"{job.config.options.timeout_s} s: every rank must call save() with the same steps"
+            ) from failed
+        errors = json.loads(raw)
+        if errors:
+            raise StateError("; ".join(errors)) from error
+        self._planned = True
+
+    def _plan_error(self) -> StateError | None:
+        try:
+            self._snapshot.plan(self._job.rank)
+        except StateError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - a user's state_dict may raise anything
+            found = StateError(f"rank {self._job.rank}: {type(error).__name__}: {error}")
+            found.__cause__ = error
+            return found
+        return None
+
+    def rewind(self, restores: int) -> None:
+        """After a restore, the number ``restores`` of this process: steps start from there."""
+        self._restores, self.last = restores, None
+
+    def save(self, step: int) -> Ticket:
+        """Admit and stage. Never raises for a failed save: the ticket does."""
+        job, driver, timeout_s = self._job, self._driver, self._job.config.options.timeout_s
+        if job.config.options.when_busy == "wait":
+            driver.wait_decided(timeout_s)
+        try:
+            admission = self._admit(step)
+        except StoreError as error:
+            # P1: without the store both generations are kept and nothing new is begun.
+            log.warning("step %d is not saved: %s", step, error)
+            driver.skipped(self._admission_key(step), self._sequence)
+            return Ticket(step, skipped=True, reason=str(error))
+        if not admission.take:
+            driver.skipped(self._admission_key(step), self._sequence)
+            return Ticket(step, skipped=True, reason="a save is under way")
+        self._sequence = admission.sequence
+        self.last = ticket = Ticket(step)
+        identity = generation_id(job.name, job.nonce, step, admission.sequence)
+        generation = Generation(job.epoch, step, identity)
+        if driver.wait_decided(timeout_s):
+            driver.change(lambda ledger: ledger.admit(generation))
+            driver.submit(self._stage(generation, ticket))
+        else:
+            self._give_up(generation, ticket)
+        return ticket
+
+    def _admit(self, step: int) -> Admission:
+        proposal = propose(self._sequence, self._driver.read()).encode()
+        return parse_admission(self._job.front.compare_set(self._admission_key(step), proposal))
+
+    def _admission_key(self, step: int) -> str:
+        return admission_key(step, self._restores)
+
+    def _give_up(self, generation: Generation, ticket: Ticket) -> None:
+        """The others took a step that this rank cannot take: abort it at once (P2)."""
+        reason = "the decision of the save before it could not be read"
+        ticket.fail(reason)
+        self._driver.note_keys(
+            self._sequence, self._admission_key(generation.step), decision_key(generation)
+        )
+        try:
+            value = abort_value(f"rank {self._job.rank}: {reason}")
+            self._job.front.compare_set(decision_key(generation), value)
+        except StoreError as error:
+            log.warning("step %d: %s", generation.step, error)
+
+    def _stage(self, generation: Generation, ticket: Ticket) -> Request:
+        started_s = self._job.clock.now_s()
+        slot, nbytes, refusal = None, 0, ""
+        try:
+            slot, nbytes = self._copy(generation)
+            ticket.advance("staged")
+        # A user's state_dict may raise anything; all ranks hear it.
+        except Exception as error:
+            log.warning("step %d cannot be staged", generation.step, exc_info=True)
+            refusal = f"{type(error).__name__}: {error}"
+        return Request(
+            generation=generation,
+            sequence=self._sequence,
+            admission_key=self._admission_key(generation.step),
+            ticket=ticket,
+            slot=slot,
+            shard_bytes=nbytes,
+            copy_s=self._job.clock.now_s() - started_s,
+            refusal=refusal,
+        )
+
+    def _copy(self, generation: Generation) -> tuple[Slot, int]:
+        job = self._job
+        header = ShardHeader(
+            job=job.name,
+            epoch=generation.epoch,
+            step=generation.step,
+            generation=generation.id,
+            owner=job.rank,
+            world=job.world,
+        )
+        slot = self._own_slot()
+        slot.invalidate()
+        try:
+            return slot, self._snapshot.capture_into(slot.data, header)
+        except NeedCapacity as need:
+            # The state has grown (P8): only this slot, which is not base, makes room.
+            self._snapshot.forget_buffers()
+            job.arena.drop(slot)
+            slot = job.arena.allocate(need.capacity_bytes, OWN)
+            return slot, self._snapshot.capture_into(slot.data, header)
+
+    def _own_slot(self) -> Slot:
+        """The own slot that is neither base nor anything undecided."""
+        ledger = self._driver.read()
+        own = [slot for slot in self._job.arena.slots.values() if slot.kind == OWN]
+        free = [
+            slot for slot in own if ledger.reusable(slot.record.generation if slot.record else None)
+        ]
+        if not free and len(own) >= 2:
+            raise ArenaError("both own slots are in use")
+        if not free:
+            return self._job.arena.allocate(self._snapshot.estimate_bytes(self._job.rank), OWN)
+        return max(free, key=lambda slot: (slot.capacity, -slot.number))

@@ -1,0 +1,70 @@
+"""What ``save`` returns: how far one save has come."""
+
+from __future__ import annotations
+
+import threading
+
+from replica.errors import ConfigError, SaveFailed
+
+STAGES = ("staged", "held", "committed")
+
+
+class Ticket:
+    """One save.
+
+    Its stages: "staged" (copied; the caller may change the state), "held" (my fragments are kept
+    by my peers), "committed" (everybody's are).
+    ``skipped``: nothing was saved at this step, and ``reason`` says why; that is no error.
+    """
+
+    def __init__(self, step: int, *, skipped: bool = False, reason: str = "") -> None:
+        self.step = step
+        self.skipped = skipped
+        self.reason = reason
+        self._stage = -1
+        self._failed = False
+        self._changed = threading.Condition()
+
+    @property
+    def done(self) -> bool:
+        """Committed, failed or skipped."""
+        with self._changed:
+            return self._over()
+
+    @property
+    def failed(self) -> bool:
+        """The save was given up; ``reason`` says why."""
+        with self._changed:
+            return self._failed
+
+    def wait(self, stage: str = "committed", timeout_s: float | None = None) -> None:
+        """Return when ``stage`` is reached, or at once for a skipped save.
+
+        Raises SaveFailed when the save was given up, TimeoutError naming the stage reached so far.
+        """
+        if stage not in STAGES:
+            raise ConfigError(f"stage is {stage!r}, expected one of {STAGES}")
+        wanted = STAGES.index(stage)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stage >= wanted or self._over(), timeout_s)
+            if self._stage >= wanted or self.skipped:
+                return
+            if self._failed:
+                raise SaveFailed(f"step {self.step} was not committed: {self.reason}")
+            reached = STAGES[self._stage] if self._stage >= 0 else "admitted"
+            raise TimeoutError(f"step {self.step} is {reached} after {timeout_s} s, not {stage}")
+
+    def advance(self, stage: str) -> None:
+        """For the driver: ``stage`` is reached."""
+        with self._changed:
+            self._stage = max(self._stage, STAGES.index(stage))
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """For the driver: the save is given up."""
+        with self._changed:
+            self._failed, self.reason = True, reason
+            self._changed.notify_all()
+
+    def _over(self) -> bool:
+        return self.skipped or self._failed or self._stage == len(STAGES) - 1

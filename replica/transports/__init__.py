@@ -1,0 +1,1 @@
+"""Implementations of the Transport protocol: in-process queues and torch.distributed's gloo."""

@@ -1,0 +1,96 @@
+"""Fixtures of the arena's tests: other processes, a full file system, an opened arena."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from replica.arena import Arena
+from tests.replica.arena_tools import OPEN, Children
+from tests.replica.pool import Pool
+from tests.replica.worlds import Host
+
+
+@pytest.fixture
+def children():
+    """Start processes for a test and end them with it."""
+    started = Children()
+    yield started
+    started.end_all()
+
+
+@pytest.fixture
+def open_arena(arena_dir):
+    """Return a function that opens an arena, options changed at will, closed with the test."""
+    opened = []
+
+    def open_it(directory=arena_dir, **changes) -> Arena:
+        opened.append(Arena.open(directory, **OPEN | changes))
+        return opened[-1]
+
+    yield open_it
+    for arena in opened:
+        arena.close()
+
+
+@pytest.fixture
+def small_tmpfs(arena_dir):
+    """Yield a tmpfs of 2 MiB of the test's own; only root may mount one."""
+    yield from mounted_tmpfs(arena_dir / "small", "2m")
+
+
+@pytest.fixture
+def tmpfs_of_4_mib(arena_dir):
+    """Yield one of 4 MiB."""
+    yield from mounted_tmpfs(arena_dir / "small", "4m")
+
+
+def mounted_tmpfs(point, size):
+    """Mount a tmpfs of a size, yield where, and unmount it."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs of a given size needs root")
+    point.mkdir()
+    mounted = subprocess.run(
+        [shutil.which("mount") or "mount", "-t", "tmpfs", "-o", f"size={size},mode=700"]
+        + ["tmpfs", point],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
+    yield point
+    # Lazily: a mapping that a failed test still holds must not keep the directory busy.
+    subprocess.run([shutil.which("umount") or "umount", "--lazy", point], check=True)
+
+
+POOL = pytest.StashKey[Pool]()
+
+
+def pytest_collection_finish(session):
+    """Start the workers, if a test wants them: they import torch while other tests run."""
+    pool = session.config.stash.setdefault(POOL, Pool(5))
+    if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
+        pool.warm()
+
+
+def pytest_unconfigure(config):
+    """End the workers, even those that no test has used."""
+    if POOL in config.stash:
+        config.stash[POOL].end()
+
+
+@pytest.fixture(scope="session")
+def pool(pytestconfig):
+    """Return the warm workers of the whole session."""
+    return pytestconfig.stash[POOL]
+
+
+@pytest.fixture
+def real(pool, arena_dir):
+    """Return a host on which worlds of real processes are made."""
+    host = Host(pool, arena_dir)
+    yield host
+    host.close()

@@ -1,0 +1,317 @@
+"""The command: exact JSON, exit codes that scripts can trust, and nothing removed by surprise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from erasure.digest import CHUNK_BYTES, chunk_digests
+from recovery.manifest import Generation, SlotRecord, shard_digest
+from replica import cli
+from replica.errors import ConfigError
+from tests.sources import ROOT
+
+
+def generation(epoch: int, step: int) -> Generation:
+    """Make a generation whose id follows from its step."""
+    return Generation(epoch=epoch, step=step, id=f"{step:032x}")
+
+
+def record(**changes) -> SlotRecord:
+    """Describe fragment 1 of 2+1 of owner 3, 500 of 1000 bytes."""
+    digests = chunk_digests(np.zeros(500, np.uint8), CHUNK_BYTES)
+    facts = {
+        "job": "job",
+        "generation": generation(2, 40),
+        "owner": 3,
+        "world": 4,
+        "k": 2,
+        "m": 1,
+        "fragment": 1,
+        "shard_bytes": 1000,
+        "length": 500,
+        "chunk_bytes": CHUNK_BYTES,
+        "chunk_digests": digests,
+        "shard_digest": shard_digest(digests, 1000),
+    }
+    return SlotRecord(**facts | changes)
+
+
+def run(capsys, *argv) -> tuple[int, str, str]:
+    """Run the command in this process: (exit code, standard output, standard error)."""
+    try:
+        code = cli.main([str(word) for word in argv])
+    except SystemExit as left:
+        code = left.code
+    return (code, *capsys.readouterr())
+
+
+def status(capsys, arena_dir, *more) -> dict:
+    """Return what ``status --json`` prints, which must be one JSON object and nothing else."""
+    code, out, err = run(capsys, "status", "--json", "--arena-dir", arena_dir, *more)
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    return json.loads(out)
+
+
+# --- status
+
+
+def test_the_json_has_every_field_of_every_arena(open_arena, arena_dir, capsys):
+    """Two slots, one with a record: all fields and values as documented, in plain JSON types."""
+    arena = open_arena(job="job", node_id="n", position=2, rank=3, world=4)
+    arena.allocate(1000, "own")
+    held = arena.allocate(500, "held")
+    held.write_record(record())
+    arena.update_head(epoch=2, committed=generation(2, 40), restored=generation(1, 30))
+    empty = {"owner": None, "step": None, "epoch": None, "generation": None, "fragment": None}
+    filled = {"owner": 3, "step": 40, "epoch": 2, "generation": f"{40:032x}", "fragment": 1}
+    assert status(capsys, arena_dir) == {
+        "arenas": [
+            {
+                "job": "job",
+                "node_id": "n",
+                "position": 2,
+                "rank": 3,
+                "world": 4,
+                "epoch": 2,
+                "committed_step": 40,
+                "restored_step": 30,
+                "alive": True,
+                "pid": os.getpid(),
+                "bytes": 1500,
+                "path": arena.path,
+                "slots": [
+                    {"slot": 0, "kind": "own", "bytes": 1000, **empty},
+                    {"slot": 1, "kind": "held", "bytes": 500, **filled},
+                ],
+            }
+        ],
+        "committed_step": 40,
+    }
+
+
+def test_a_dead_job_is_shown_and_a_damaged_head_is_null(open_arena, arena_dir, capsys):
+    """A closed arena is not alive and has no pid; without a head its fields are null."""
+    arena = open_arena()
+    arena.close()
+    [shown] = status(capsys, arena_dir)["arenas"]
+    assert (shown["alive"], shown["pid"], shown["job"]) == (False, None, "job")
+    Path(arena.path, "head").write_bytes(b"?")
+    [shown] = status(capsys, arena_dir)["arenas"]
+    assert (shown["alive"], shown["pid"], shown["job"]) == (False, None, None)
+    assert (shown["rank"], shown["committed_step"], shown["path"]) == (None, None, arena.path)
+
+
+def test_the_newest_step_is_so_by_epoch_first(open_arena, arena_dir, capsys):
+    """After a roll-back from 200 to 100 the abandoned 200 of the older epoch does not win."""
+    open_arena(position=0).update_head(committed=generation(1, 200))
+    open_arena(position=1).update_head(committed=generation(2, 100))
+    open_arena(position=2)
+    assert status(capsys, arena_dir)["committed_step"] == 100
+
+
+def test_one_job_or_none(open_arena, arena_dir, capsys):
+    """--job shows that job alone; no arenas at all is an empty list and null, not an error."""
+    assert status(capsys, arena_dir) == {"arenas": [], "committed_step": None}
+    open_arena(job="a").update_head(committed=generation(1, 1))
+    open_arena(job="b").update_head(committed=generation(1, 2))
+    shown = status(capsys, arena_dir, "--job", "a")
+    assert ([arena["job"] for arena in shown["arenas"]], shown["committed_step"]) == (["a"], 1)
+    assert status(capsys, arena_dir, "--job", "c")["arenas"] == []
+
+
+def test_status_for_people_says_the_same(open_arena, arena_dir, capsys):
+    """The text names job, rank, process, steps and what every slot holds."""
+    arena = open_arena(rank=1, world=2)
+    arena.allocate(1000, "own")
+    arena.allocate(500, "held").write_record(record(owner=1, world=2))
+    arena.allocate(1000, "held").write_record(whole())
+    arena.update_head(committed=generation(2, 40))
+    code, out, _ = run(capsys, "status", "--arena-dir", arena_dir)
+    assert code == 0
+    for part in (
+        "job job  node node  position 0  rank 1 of 2",
+        f"pid {os.getpid()}",
+        "committed step 40",
+        "slot 0 (own, 1000 bytes): nothing valid",
+        "slot 1 (held, 500 bytes): fragment 1 of owner 1, step 40, epoch 2",
+        "slot 2 (held, 1000 bytes): whole shard of owner 3, step 40, epoch 2",
+        "newest committed step: 40",
+    ):
+        assert part in out
+    arena.close()
+    assert "not running" in run(capsys, "status", "--arena-dir", arena_dir)[1]
+
+
+def whole() -> SlotRecord:
+    """Describe a whole shard of owner 3 in 1000 bytes."""
+    parts = [chunk_digests(np.zeros(500, np.uint8), CHUNK_BYTES)] * 2
+    return record(
+        fragment=-1,
+        length=1000,
+        chunk_digests=b"".join(parts),
+        shard_digest=shard_digest(b"".join(parts), 1000),
+    )
+
+
+def test_the_directory_comes_from_the_environment(open_arena, arena_dir, capsys, monkeypatch):
+    """Without --arena-dir, PLANARIA_ARENA_DIR is looked at; the option wins over it."""
+    open_arena()
+    monkeypatch.setenv("PLANARIA_ARENA_DIR", str(arena_dir))
+    assert len(json.loads(run(capsys, "status", "--json")[1])["arenas"]) == 1
+    other = arena_dir / "other"
+    other.mkdir()
+    assert status(capsys, other)["arenas"] == []
+
+
+@pytest.mark.parametrize("command", ["status", "clean"])
+def test_a_directory_that_is_not_there_is_one_sentence_and_exit_1(arena_dir, capsys, command):
+    """No traceback: the path is named on standard error, and standard output stays empty."""
+    code, out, err = run(capsys, command, "--arena-dir", arena_dir / "missing")
+    assert (code, out) == (1, "")
+    assert err.startswith("planaria: ")
+    assert "missing does not exist" in err
+
+
+# --- clean
+
+
+def test_clean_without_a_job_only_lists(open_arena, arena_dir, capsys):
+    """Nothing goes without --job or --all: the paths are listed, exit code 1, and what to say."""
+    arena = open_arena()
+    arena.close()
+    code, out, err = run(capsys, "clean", "--arena-dir", arena_dir)
+    assert (code, out) == (1, f"{arena.path}\n")
+    assert "--all" in err
+    assert Path(arena.path, "head").exists()
+    assert run(capsys, "clean", "--arena-dir", arena_dir, "--all") == (0, f"{arena.path}\n", "")
+    assert run(capsys, "clean", "--arena-dir", arena_dir) == (0, "", "")
+
+
+@pytest.mark.parametrize("choice", [["--job", "a"], ["--all"], []])
+def test_a_dry_run_lists_and_keeps(open_arena, arena_dir, capsys, choice):
+    """--dry-run prints what would go, exits 0, and removes nothing."""
+    path = open_arena(job="a").path
+    assert run(capsys, "clean", "--arena-dir", arena_dir, *choice, "--dry-run") == (0, "", "")
+    open_arena(job="b").close()
+    open_arena(job="a", position=1).close()
+    _, out, _ = run(capsys, "clean", "--arena-dir", arena_dir, *choice, "--dry-run")
+    assert len(out.splitlines()) == (1 if "--job" in choice else 2)
+    assert path not in out.splitlines()
+    assert len(status(capsys, arena_dir)["arenas"]) == 3
+
+
+def test_clean_removes_one_dead_job(open_arena, arena_dir, capsys):
+    """Of two dead jobs and a living one the named dead one goes."""
+    gone = open_arena(job="gone")
+    gone.close()
+    open_arena(job="other").close()
+    open_arena(job="living")
+    for job, out in (("gone", f"{gone.path}\n"), ("living", ""), ("nobody", "")):
+        assert run(capsys, "clean", "--arena-dir", arena_dir, "--job", job) == (0, out, "")
+    left = [arena["job"] for arena in status(capsys, arena_dir)["arenas"]]
+    assert left == ["living", "other"]
+
+
+# --- the command line itself
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["nonsense"],
+        ["--nonsense"],
+        ["status", "--nonsense"],
+        ["status", "extra"],
+        ["status", "--job"],
+        ["clean", "--json"],
+        ["clean", "--dry-run=yes"],
+    ],
+)
+def test_a_wrong_command_line_exits_2(argv, capsys):
+    """Usage goes to standard error, with what was wrong; standard output stays empty."""
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert "usage: planaria" in err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["status", "--help"], ["clean", "--help"]])
+def test_help_exits_0(argv, capsys):
+    """Help names the commands, or the command's options, on standard output."""
+    code, out, err = run(capsys, *argv)
+    assert (code, err) == (0, "")
+    assert "--arena-dir" in out or all(word in out for word in ("status", "clean", "demo"))
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """Install a made-up distribution that adds a command; return the command lines it is given."""
+    calls, module = [], types.ModuleType("made_up_commands")
+
+    def command(argv):
+        calls.append(list(argv))
+        if argv == ["fail"]:
+            raise ConfigError("it cannot be done")
+        return 7
+
+    module.run, module.status = command, command
+    monkeypatch.setitem(sys.modules, "made_up_commands", module)
+    points = [
+        EntryPoint("soak", "made_up_commands:run", cli.COMMANDS_GROUP),
+        EntryPoint("status", "made_up_commands:status", cli.COMMANDS_GROUP),
+        EntryPoint("broken", "no_such_module:run", cli.COMMANDS_GROUP),
+    ]
+    monkeypatch.setattr(
+        cli, "entry_points", lambda group: points if group == cli.COMMANDS_GROUP else []
+    )
+    return calls
+
+
+def test_other_distributions_add_commands(added, capsys):
+    """The entry point gets the rest of the line, its exit code is ours, its errors are one line."""
+    assert run(capsys, "soak", "--seed", "3") == (7, "", "")
+    assert run(capsys, "soak", "fail") == (1, "", "planaria: it cannot be done\n")
+    assert added == [["--seed", "3"], ["fail"]]
+
+
+def test_added_commands_are_listed_but_not_loaded_and_replace_none(added, arena_dir, capsys):
+    """Help lists them without importing a broken one; our own commands cannot be taken over."""
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert "soak" in out
+    assert "broken" in out
+    assert status(capsys, arena_dir)["arenas"] == []
+    assert added == []
+
+
+def test_the_demo_gets_the_rest_of_the_line_and_decides_the_exit_code(monkeypatch, capsys):
+    """``planaria demo ...`` hands over to the demo's main, which is imported only then."""
+    seen, module = [], types.ModuleType("replica.demo.cluster")
+    module.main = lambda argv: seen.append(argv) or 3
+    monkeypatch.setitem(sys.modules, "replica.demo.cluster", module)
+    assert run(capsys, "demo", "--nodes", "5", "--help")[0] == 3
+    assert seen == [["--nodes", "5", "--help"]]
+
+
+def test_the_command_runs_as_a_process(open_arena, arena_dir):
+    """From a shell: one JSON object on standard output, exit codes 0 and 2 as the process's own."""
+    open_arena()
+    program = [sys.executable, "-c", "import sys; from replica.cli import main; sys.exit(main())"]
+    shown = subprocess.run(
+        [*program, "status", "--json", "--arena-dir", arena_dir],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    assert len(json.loads(shown.stdout)["arenas"]) == 1
+    wrong = subprocess.run([*program, "nonsense"], cwd=ROOT, capture_output=True, check=False)
+    assert wrong.returncode == 2

@@ -1,0 +1,39 @@
+"""FSDP2 modules: sharded state in, sharded state out, and nothing resharded by looking."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.sources import ROOT
+
+WORLD = 2
+
+
+@pytest.mark.real
+def test_fsdp2_state_comes_back_and_stays_as_found(tmp_path):
+    """Two gloo processes train, capture, restore and compare shards; see fsdp2_worker.py."""
+    command = [sys.executable, "-W", "error", "-m", "tests.replica.fsdp2_worker"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), str(WORLD), str(tmp_path / "store")],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        said = [worker.communicate(timeout=150) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    for rank, (out, err) in enumerate(said):
+        assert out == "ok\n", f"rank {rank}: {err}"

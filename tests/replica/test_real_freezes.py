@@ -1,0 +1,52 @@
+"""Processes that stand still: nobody waits for them longer than the deadline, and they may come back."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+DEADLINE_S = 3.0
+SLACK_S = 5.0
+
+
+@pytest.mark.parametrize("point", ["key ready/", "send"])
+def test_a_worker_is_frozen_in_a_save(real, point):
+    """Rank 2 of 3 stands still: the others abort naming it and train on; then all save again."""
+    world = real.open("abc", timeout_s=DEADLINE_S)
+    assert world.each("commit", step=1) == ["committed"] * 3
+    world[2].call("at", point=point, action="stop")
+    started = time.monotonic()
+    world.begin("save", step=2)
+    world[2].stopped()
+    for rank in (0, 1):
+        assert world[rank].result()["skipped"] is False
+    for during in world.each("save", ranks=(0, 1), step=3):
+        assert during["seconds"] < 1.0
+    for reason in world.each("settle", ranks=(0, 1), step=2):
+        assert "rank 2" in reason
+    assert time.monotonic() - started < DEADLINE_S + SLACK_S
+    world[2].go_on()
+    assert world[2].result()["skipped"] is False
+    assert world[2].call("settle") != "committed"
+    world[2].call("save", owner=2, step=3)
+    assert world.each("commit", step=4) == ["committed"] * 3
+
+
+def test_the_store_is_frozen(real):
+    """The store's process stands still: save() returns, skipped, by the deadline; then all goes on."""
+    *workers, keeper = real.pool.take(3)
+    world = real.open("ab", workers, keeper.call("host_store"), timeout_s=DEADLINE_S)
+    assert world.each("commit", step=1) == ["committed"] * 2
+    keeper.process.send_signal(signal.SIGSTOP)
+    keeper.stopped()
+    for during in world.each("save", step=2):
+        assert during["skipped"] is True
+        assert during["seconds"] < DEADLINE_S + SLACK_S
+    keeper.go_on()
+    # A request that is overdue at one rank alone may cost one more step, which is aborted.
+    committed = (step for step in range(3, 8) if set(world.each("commit", step=step)) == {"committed"})
+    assert next(committed)
