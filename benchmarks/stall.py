@@ -78,7 +78,7 @@ def _measure(home: Path) -> dict[str, Any]:
 
 
 def _checkpointer(tensors: list[torch.Tensor], home: Path, when_busy: str) -> replica.Checkpointer:
-    state = {f"t{index:02d}": tensor for index, tensor in enumerate(tensors)}
+    state: dict[str, object] = {f"t{i:02d}": tensor for i, tensor in enumerate(tensors)}
     return replica.Checkpointer(
         state,
         redundancy="none",

@@ -67,7 +67,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options completed from the environment; no None is left where a value is needed."""
+    """Options completed from the environment."""
 
     options: Options
     job: str
@@ -82,6 +82,8 @@ class Config:
     def from_env(cls, options: Options, env: Mapping[str, str], world: int) -> Config:
         """Complete ``options``. ConfigError when the job has no name and more than one rank."""
         job, source = _job_name(options, env, world)
+        if source != "job=":
+            _check_world(env, world)
         return cls(
             options=options,
             job=_check_name("job", job) or "",
@@ -108,6 +110,17 @@ def _job_name(options: Options, env: Mapping[str, str], world: int) -> tuple[str
         )
     script = str(Path(sys.argv[0] or "interactive").absolute())
     return "script-" + hashlib.sha256(script.encode()).hexdigest()[:16], f"the path {script}"
+
+
+def _check_world(env: Mapping[str, str], world: int) -> None:
+    """Two groups of one launch must not share a job's name: each would end the other's processes."""
+    launched = env.get("WORLD_SIZE", "")
+    if launched.isdecimal() and int(launched) != world:
+        raise ConfigError(
+            f"the launcher started {launched} ranks (WORLD_SIZE) and this group has {world}: call "
+            "torch.distributed.init_process_group first, or, where several groups save on their "
+            "own, pass each a job= name of its own"
+        )
 
 
 def _node_id(env: Mapping[str, str]) -> str:

@@ -32,6 +32,7 @@ from recovery.commit import (
 from recovery.manifest import Generation
 from replica.arena import HELD as HELD_SLOT
 from replica.arena import Slot
+from replica.at_exit import THREAD_PREFIX
 from replica.errors import StoreError
 from replica.job import Job
 from replica.runner import MOVING_BYTES_PER_S_MIN, Runner
@@ -85,7 +86,9 @@ class Driver:
         self._changed = threading.Condition()
         self._keys = KeyLog()
         self._stopping = False
-        self._thread = threading.Thread(target=self._loop, name="planaria driver", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop, name=f"{THREAD_PREFIX}driver", daemon=True
+        )
         self._thread.start()
 
     def read(self) -> Ledger:
@@ -197,6 +200,7 @@ class Driver:
         with self._changed:
             published = self._keys.open(request.sequence)
         try:
+            job.links.tell_all_broken()
             return self._runner.run(
                 save_session(context),
                 {**self._saver.handlers(work), Prepared: prepared},

@@ -154,7 +154,27 @@ def open_arena_dir(arena_dir: str | Path) -> Folder:
         finally:
             os.close(descriptor)
         descriptor = below
-    return Folder(descriptor, str(path))
+    folder = Folder(descriptor, str(path))
+    try:
+        _announce(folder)
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
+def _announce(folder: Folder) -> None:
+    """Open the directory by its whole path once, so that an audit hook can see, and refuse, it."""
+    try:
+        descriptor = os.open(folder.path, _PEEK | os.O_DIRECTORY)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ArenaError(f"arena_dir: {folder.path} cannot be opened: {reason}") from error
+    try:
+        if not os.path.samestat(os.fstat(descriptor), os.fstat(folder.descriptor)):
+            raise ArenaError(f"arena_dir: {folder.path} was replaced while it was being opened")
+    finally:
+        os.close(descriptor)
 
 
 def _step(descriptor: int, name: str, path: str) -> int:

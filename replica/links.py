@@ -69,8 +69,14 @@ class Links:
         try:
             self._tell_broken(peer, link)
         except StoreError as error:
-            # Told before the next attempt; until then the peer's saves miss our READY and abort.
+            # Told by tell_all_broken, before this rank takes part in anything else.
             log.warning("rank %d: %s", self._rank, error)
+
+    def tell_all_broken(self) -> None:
+        """Tell what ``break_off`` could not, before a peer may look for it. Raises StoreError."""
+        for peer, link in self._links.items():
+            if link.broken:
+                self._tell_broken(peer, link)
 
     def close(self) -> None:
         """Drop every channel."""

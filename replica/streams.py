@@ -19,6 +19,7 @@ import numpy as np
 
 from erasure.digest import CHUNK_BYTES, DIGEST_BYTES, digest
 from erasure.errors import PlanariaError
+from replica.at_exit import THREAD_PREFIX
 from replica.errors import PeerError
 from replica.transport import Bytes, Channel, Pending
 
@@ -134,7 +135,7 @@ class Crew:
                     self.failures[name] = f"{name}: {error}"
                 failed()
 
-        thread = threading.Thread(target=body, name=f"planaria {name}", daemon=True)
+        thread = threading.Thread(target=body, name=f"{THREAD_PREFIX}{name}", daemon=True)
         self._threads[name] = thread
         thread.start()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from replica.at_exit import THREAD_PREFIX
 from replica.errors import StoreError
 from replica.store import Store
 
@@ -61,7 +62,9 @@ class TimedStore:
         if self._overdue is not None and not self._overdue.done.is_set():
             raise StoreError("the key-value store has not answered an earlier request yet")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="planaria store", daemon=True)
+            self._thread = threading.Thread(
+                target=self._loop, name=f"{THREAD_PREFIX}store", daemon=True
+            )
             self._thread.start()
         call = _Call(work)
         self._queue.put(call)

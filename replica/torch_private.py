@@ -9,24 +9,22 @@ an autograd node and costs ten times as much as its attribute.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-else:
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    except ImportError as fault:
-        raise ImportError(
-            f"planaria reads sharded parameters through torch's FSDPParamGroup, which torch "
-            f"{torch.__version__} does not have at the known place; "
-            "install a torch version that planaria's metadata allows"
-        ) from fault
+except ImportError as fault:
+    raise ImportError(
+        f"planaria reads sharded parameters through torch's FSDPParamGroup, which torch "
+        f"{torch.__version__} does not have at the known place; "
+        "install a torch version that planaria's metadata allows"
+    ) from fault
 
 __all__ = [
     "DTensor",
@@ -46,13 +44,16 @@ def _probe() -> None:
     wanted: list[tuple[object, str]] = [
         (FSDPModule, "_get_fsdp_state"),
         (FSDPParamGroup, "is_sharded"),
+        (FSDPParam, "sharded_param"),
+        (ParamModuleInfo, "shared_param_names"),
         (DTensor, "_local_tensor"),
         (DTensor, "_spec"),
         (torch, "_neg_view"),
         (nn.Module(), "_state_dict_hooks"),
         (nn.Module(), "_state_dict_pre_hooks"),
         (nn.Module(), "_non_persistent_buffers_set"),
-        (torch.optim.Optimizer, "load_state_dict"),
+        (torch.optim.Optimizer, "_optimizer_load_state_dict_pre_hooks"),
+        (torch.optim.Optimizer, "_optimizer_load_state_dict_post_hooks"),
     ]
     missing = [
         f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"

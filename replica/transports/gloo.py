@@ -2,7 +2,8 @@
 
 A pair of its own, because one timeout closes all pairs of a group (measured): a stuck peer must
 cost its own pair only. The trainer's process groups are never used. Nothing of ``ProcessGroupGloo``
-leaves this module.
+leaves this module. A send and a receive of unlike sizes end the process inside gloo (seen): sizes
+are settled by offers and plans, never here.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class GlooTransport:
     def __init__(self, network_interface: str | None = None) -> None:
         _probe()
         self._interface = network_interface or os.environ.get("GLOO_SOCKET_IFNAME") or None
+        self._device()
 
     def connect(
         self, name: str, rank: int, peer: int, store: Store, timeout_s: float
@@ -46,9 +48,13 @@ class GlooTransport:
         return GlooChannel(group, rank, peer)
 
     def _device(self) -> Any:
-        if self._interface:
-            return dist.ProcessGroupGloo.create_device(interface=self._interface)
-        return dist.ProcessGroupGloo.create_default_device()
+        try:
+            if self._interface:
+                return dist.ProcessGroupGloo.create_device(interface=self._interface)
+            return dist.ProcessGroupGloo.create_default_device()
+        except RuntimeError as error:
+            which = self._interface or "chosen by torch; set network_interface= to name one"
+            raise ConfigError(f"network interface {which}: {error}") from error
 
 
 class GlooChannel:

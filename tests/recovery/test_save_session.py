@@ -268,11 +268,11 @@ def test_a_late_rank_that_aborts_a_committed_generation_obeys_the_commit():
         held_root=held_root(["a" * 32, "b" * 32]),
     )
     session, sent = save_session(context), layout.sent_by(1)
-    assert session.send(None) == Connect((0,))
-    assert session.send({}).key == f"offer/{generation.id}/1"
+    assert session.send(None).key == f"offer/{generation.id}/1"
     offers = session.send(None)
     offer = dump({**json_of(SaveRig(layout), 0), "base": ""})
-    settle = session.send(got(offers, offer))
+    assert session.send(got(offers, offer)) == Connect((0,))
+    settle = session.send({})
     assert isinstance(settle, Settle)
     ready = session.send({offer.fragment: "" for offer in settle.offers})
     assert ready == Publish(f"ready/{generation.id}/0/0", b"")

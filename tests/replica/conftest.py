@@ -54,8 +54,14 @@ def mounted_tmpfs(point, size):
         pytest.skip("mounting a tmpfs of a given size needs root")
     point.mkdir()
     mounted = subprocess.run(
-        [shutil.which("mount") or "mount", "-t", "tmpfs", "-o", f"size={size},mode=700"]
-        + ["tmpfs", point],
+        [
+            shutil.which("mount") or "mount",
+            "-t",
+            "tmpfs",
+            f"-osize={size},mode=700",
+            "tmpfs",
+            point,
+        ],
         capture_output=True,
         check=False,
     )
@@ -72,7 +78,8 @@ POOL = pytest.StashKey[Pool]()
 def pytest_collection_finish(session):
     """Start the workers, if a test wants them: they import torch while other tests run."""
     pool = session.config.stash.setdefault(POOL, Pool(5))
-    if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
+    wanted = not session.config.option.collectonly
+    if wanted and any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
         pool.warm()
 
 

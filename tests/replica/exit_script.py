@@ -84,7 +84,8 @@ def run() -> None:
         freeze_in_a_send()
     state["weights"] += 2
     ticket = checkpointer.save(2)
-    print("done" if ticket.done else "in flight", flush=True)
+    sys.stdout.write("done" if ticket.done else "in flight")
+    sys.stdout.flush()
     end(checkpointer)
 
 
@@ -101,6 +102,8 @@ def end(checkpointer: replica.Checkpointer) -> None:
         dist.destroy_process_group()
     elif ending == "sys.exit":
         sys.exit(7)
+    elif ending == "interrupt":
+        raise KeyboardInterrupt
     elif ending == "error":
         raise RuntimeError(ending)
 

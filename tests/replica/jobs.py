@@ -1,7 +1,8 @@
 """What a warm worker can be asked to do: each function is a job, its arguments and answer are JSON.
 
-One process has one group and one Checkpointer at a time, kept in ``HERE`` from job to job. The state is a
-toy whose value at (owner, step) is known, so that any process can say whether what it has is right.
+One process has one group and one Checkpointer at a time, kept in ``HERE`` from job to job. The
+state is a toy whose value at (owner, step) is known, so that any process can say whether what it
+has is right.
 """
 
 from __future__ import annotations
@@ -98,6 +99,11 @@ def reset() -> str:
     return "clean"
 
 
+def hang() -> None:
+    """Never return."""
+    threading.Event().wait()
+
+
 # ---- the toy state
 
 
@@ -106,7 +112,10 @@ def toy(owner: int, step: int, elements: int) -> dict[str, Any]:
     base = torch.arange(elements + 13 * owner, dtype=torch.float32)
     return {
         "weights": base * (step + 1) + owner / 8,
-        "nested": {"flags": torch.tensor([owner, step], dtype=torch.int64), 7: [step, (owner, 0.5)]},
+        "nested": {
+            "flags": torch.tensor([owner, step], dtype=torch.int64),
+            7: [step, (owner, 0.5)],
+        },
         "text": f"owner {owner}, step {step}",
     }
 
@@ -185,7 +194,7 @@ def restore() -> int | None:
 
 
 def save(owner: int, step: int) -> dict[str, Any]:
-    """Set the toy to ``step`` and save it; whether it was skipped, and the seconds save() took."""
+    """Set the toy to ``step`` and save it; whether that was skipped, and the seconds it took."""
     set_state(owner, step)
     return save_as_is(step)
 
@@ -231,14 +240,14 @@ def close() -> None:
 
 
 def give_up() -> None:
-    """End a with block by an exception, as a survivor does whose collective has failed, and leave."""
+    """End a with block by an exception, as survivors do whose collective fails, and leave."""
     HERE.checkpointer.__exit__(RuntimeError, RuntimeError("a peer has died"), None)
     HERE.checkpointer = None
     leave()
 
 
 def train(steps: int, first: int, owner: int) -> dict[str, list[int]]:
-    """All-reduce on the trainer's group at each step, and save without waiting; what became of each."""
+    """All-reduce on the trainer's group and save at each step; which steps were taken."""
     tickets = []
     for step in range(first, first + steps):
         dist.all_reduce(torch.ones(4))
@@ -267,7 +276,7 @@ def make_for_training(**options: Any) -> None:
 
 
 def train_on(first: int, last: int, *, save: bool) -> list[str]:
-    """Train steps ``first`` to ``last``, and save each without waiting; the losses to the last bit."""
+    """Train steps ``first`` to ``last``, saving each without waiting; the losses, exactly."""
     losses = []
     for step in range(first, last + 1):
         losses.append(HERE.training.step().hex())
@@ -304,8 +313,8 @@ def _patch(owner: Any, name: str, value: Any) -> None:
 def at(point: str, action: str) -> None:
     """At the first passage of ``point``: "kill" or "stop" this process by its own hand, or "raise".
 
-    Points: ``key PREFIX``, just before a store key that starts so is set; ``send``, with bulk bytes just
-    posted; ``encode``, before the shard is digested.
+    Points: ``key PREFIX``, just before a store key that starts so is set; ``send``, with bulk bytes
+    just posted; ``encode``, before the shard is digested.
     """
     acts = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
     passed: list[bool] = []
@@ -328,7 +337,12 @@ def at(point: str, action: str) -> None:
 
 
 def _wrap(
-    owner: type, name: str, when: Callable[..., bool], act: Callable[[], None], *, after: bool = False
+    owner: type,
+    name: str,
+    when: Callable[..., bool],
+    act: Callable[[], None],
+    *,
+    after: bool = False,
 ) -> None:
     inner = getattr(owner, name)
 

@@ -1,7 +1,7 @@
 """Warm worker processes for the tests, and worlds of them: started once, by exec, and used again.
 
-A worker that was killed, or does not come clean in time, is replaced. Every wait has a deadline; when
-it passes, the failure shows the stacks and the log of the worker that was waited for.
+A worker that was killed, or does not come clean in time, is replaced. Every wait has a deadline;
+when it passes, the failure shows the stacks and the log of the worker that was waited for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOG_BYTES_MAX = 20_000
 _FOREIGN = ("TORCHELASTIC_", "PLANARIA_", "SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-class JobFailed(Exception):  # noqa: N818 - named by what happened
+class JobFailed(Exception):
     """A job raised: ``kind`` is the name of the exception's type, ``text`` its sentence."""
 
     def __init__(self, error: dict, who: str) -> None:
@@ -164,7 +164,7 @@ class Worker:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             while not there():
                 if not selector.select(max(0.0, limit - time.monotonic())):
-                    self.fail(f"gave no {what} within {deadline_s} s")
+                    self.fail(f"did not give {what} within {deadline_s} s")
                 some = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not some:
                     self.fail(f"ended with {self.process.wait()} instead of {what}")
@@ -180,7 +180,7 @@ class Worker:
 
 
 class Pool:
-    """Up to ``size`` workers. ``take`` lends some, ``give_back`` checks and keeps those that are clean."""
+    """Up to ``size`` workers. ``take`` lends some, ``give_back`` keeps those that are clean."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -295,7 +295,10 @@ def test_a_listener_that_raises_harms_no_save(make, caplog):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"redundency": "auto"}, r"unknown options \['redundency'\], expected some of \['arena_dir'"),
+        (
+            {"redundency": "auto"},
+            r"unknown options \['redundency'\], expected some of \['arena_dir'",
+        ),
         ({"redundancy": "raid"}, "redundancy is 'raid'"),
         ({"redundancy": None}, "redundancy is None"),
         ({"job": ""}, "job is ''"),
@@ -407,7 +410,9 @@ def test_ranks_with_unlike_options_are_refused_by_name(arena_dir):
 
     for error in Cluster(arena_dir, ["a", "b"]).outcomes(start):
         assert isinstance(error, replica.ConfigError)
-        assert "interval_steps differs: rank 0 on node a has 1, rank 1 on node b has 2" in str(error)
+        assert "interval_steps differs: rank 0 on node a has 1, rank 1 on node b has 2" in str(
+            error
+        )
 
 
 class Broken:

@@ -7,10 +7,21 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from replica import torch_private
 from tests.sources import ROOT
 
 WORLD = 2
+
+
+def test_a_torch_without_the_private_names_is_named(monkeypatch):
+    """One clear error says what is missing: a name taken away, then the probe run again."""
+    torch_private._probe()
+    monkeypatch.delattr(torch, "_neg_view")
+    monkeypatch.delattr(torch_private.FSDPModule, "_get_fsdp_state")
+    with pytest.raises(ImportError, match=r"FSDPModule._get_fsdp_state, torch._neg_view, which"):
+        torch_private._probe()
 
 
 @pytest.mark.real

@@ -1,4 +1,4 @@
-"""Processes that stand still: nobody waits for them longer than the deadline, and they may come back."""
+"""Processes that stand still: nobody waits for them beyond the deadline; they may come back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_worker_is_frozen_in_a_save(real, point):
 
 
 def test_the_store_is_frozen(real):
-    """The store's process stands still: save() returns, skipped, by the deadline; then all goes on."""
+    """The store's process stands still: saves are skipped by the deadline; then all goes on."""
     *workers, keeper = real.pool.take(3)
     world = real.open("ab", workers, keeper.call("host_store"), timeout_s=DEADLINE_S)
     assert world.each("commit", step=1) == ["committed"] * 2
@@ -48,5 +48,31 @@ def test_the_store_is_frozen(real):
         assert during["seconds"] < DEADLINE_S + SLACK_S
     keeper.go_on()
     # A request that is overdue at one rank alone may cost one more step, which is aborted.
-    committed = (step for step in range(3, 8) if set(world.each("commit", step=step)) == {"committed"})
+    committed = (
+        step for step in range(3, 8) if set(world.each("commit", step=step)) == {"committed"}
+    )
     assert next(committed)
+
+
+def test_a_rank_that_does_not_save_is_named(real):
+    """Rank 1 leaves a save out, the first one or a later one: rank 0 learns by the deadline who."""
+    world = real.open("ab", timeout_s=DEADLINE_S)
+    world.each("start")
+    ((kind, text),) = world.fail("save", ranks=[0], step=1)
+    assert (kind, "rank 1" in text) == ("PeerError", True)
+    again = real.reopen(world, timeout_s=DEADLINE_S)
+    assert again.each("commit", step=2) == ["committed"] * 2
+    assert "rank 1" in again[0].call("commit", owner=0, step=3)
+    assert again[1].call("save", owner=1, step=3)["skipped"] is False
+    assert "rank 1" in again[1].call("settle")
+    assert again.each("commit", step=4) == ["committed"] * 2
+
+
+def test_a_fault_behind_a_save_is_told_to_all(real):
+    """The background work of rank 1 fails: both learn who and why, well before the deadline."""
+    world = real.open("ab")
+    assert world.each("commit", step=1) == ["committed"] * 2
+    world[1].call("at", point="encode", action="raise")
+    for reason in world.each("commit", step=2):
+        assert "rank 1: a fault made by the test" in reason
+    assert world.each("commit", step=3) == ["committed"] * 2

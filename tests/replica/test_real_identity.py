@@ -20,7 +20,8 @@ ORPHAN = """
 import json, os, sys
 import torch, replica
 checkpointer = replica.Checkpointer(
-    {"weights": torch.full((8,), 5.0)}, job="job", node_id="a", arena_dir=sys.argv[1], redundancy="none"
+    {"weights": torch.full((8,), 5.0)},
+    job="job", node_id="a", arena_dir=sys.argv[1], redundancy="none",
 )
 checkpointer.save(5).wait("committed", 60)
 print(os.getpid(), flush=True)
@@ -50,7 +51,7 @@ def orphan(arena_dir):
 
 
 def test_an_orphan_is_ended_and_its_arena_adopted(real, orphan):
-    """A trainer outlives its agent: the next start of the job ends it and finds its committed step."""
+    """A trainer outlives its agent: the next start of the job ends it and finds its last step."""
     assert identify(orphan) is not None
     world = real.world("a")
     world[0].call("make_bare", elements=8, node_id="a", **real.options(redundancy="none"))
@@ -60,7 +61,7 @@ def test_an_orphan_is_ended_and_its_arena_adopted(real, orphan):
 
 
 def test_two_jobs_on_one_host(real):
-    """A second live job of the name is refused on all its ranks, by pid; one of another name is not."""
+    """A second live job of the name is refused on all ranks, by pid; one of another name is not."""
     first = real.open("ab")
     assert first.each("commit", step=1) == ["committed"] * 2
     second = real.open("cb")

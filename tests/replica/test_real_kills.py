@@ -1,4 +1,4 @@
-"""Processes killed in the middle of a save: survivors name the dead, and nothing committed is lost."""
+"""Processes killed amid a save: survivors name the dead, and nothing committed is lost."""
 
 from __future__ import annotations
 
@@ -35,21 +35,8 @@ def test_a_worker_is_killed_in_a_save(real, point, loses_node):
     assert again.each("commit", step=3) == ["committed"] * 3
 
 
-def test_a_killed_worker_finds_its_own_copy(real):
-    """Both ranks of a job are killed and started where they were: every byte comes from own memory."""
-    world = real.open("ab")
-    assert world.each("commit", step=1) == ["committed"] * 2
-    for worker in world.workers:
-        worker.process.kill()
-    again = real.open("ab", [real.pool.replace(worker) for worker in world.workers])
-    assert again.each("restore") == [1] * 2
-    assert all(again.each("state_is", step=1))
-    events = again.each("events", kind="restore")
-    assert [(event["source"], event["bytes_received"]) for (event,) in events] == [("own", 0)] * 2
-
-
 def test_rank_0_dies_with_the_store(real):
-    """The group's store dies with rank 0: the survivor's save returns, skipped, and all restore."""
+    """The store dies with rank 0: the survivor skips; started anew, each finds its own copy."""
     workers = real.pool.take(2)
     world = real.open("ab", workers, workers[0].call("host_store"), timeout_s=DEADLINE_S)
     assert world.each("commit", step=1) == ["committed"] * 2
@@ -61,14 +48,16 @@ def test_rank_0_dies_with_the_store(real):
     assert late["skipped"] is True
     assert late["seconds"] < DEADLINE_S + 5.0
     assert world[1].call("status")["committed_step"] == 1
-    again = real.open("ba", [real.pool.replace(worker) for worker in world.workers])
+    again = real.open("ab", [real.pool.replace(worker) for worker in world.workers])
     (step,) = set(again.each("restore"))
     assert step in (1, 2)
     assert all(again.each("state_is", step=step))
+    events = again.each("events", kind="restore")
+    assert [(event["source"], event["bytes_received"]) for (event,) in events] == [("own", 0)] * 2
 
 
 def test_a_store_of_its_own_outlives_rank_0(real):
-    """With PLANARIA_STORE the survivor of rank 0 learns at the deadline that the save is aborted."""
+    """With PLANARIA_STORE the survivor of rank 0 learns that the save is aborted, and why."""
     workers = real.pool.take(2)
     for worker in workers:
         worker.call("set_environment", name="PLANARIA_STORE", value=f"127.0.0.1:{real.port}")

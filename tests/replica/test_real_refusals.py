@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -10,7 +11,7 @@ pytestmark = pytest.mark.real
 
 
 def test_a_value_that_cannot_be_carried_is_named_everywhere(real):
-    """Only rank 1 has a lock in its state: both ranks raise StateError with rank, key path and type."""
+    """Only rank 1's state has a lock: both ranks raise StateError with rank, key path and type."""
     world = real.open("ab")
     world.each("poison", ranks=[1])
     for kind, text in world.fail("start"):
@@ -28,7 +29,7 @@ def test_a_value_that_cannot_be_carried_is_named_everywhere(real):
 
 
 def test_ranks_that_differ_are_refused(real):
-    """Another format, another option, too few nodes, no name: refused at start, on both ranks alike."""
+    """Another format or option, too few nodes, no name: refused at start, on both ranks alike."""
     world = real.world("ab")
     world.make(**real.options())
     world[1].call("make", owner=1, node_id="b", **real.options(timeout_s=19.0))
@@ -39,7 +40,9 @@ def test_ranks_that_differ_are_refused(real):
     check_refused(world, "ConfigError", r"PLANARIA_JOB")
     world[1].call("pretend", module="opening", name="FORMAT_VERSION", value=99)
     world.make(**real.options())
-    check_refused(world, "ConfigError", r"format differs: rank 0 on node a .* rank 1 on node b has 99")
+    check_refused(
+        world, "ConfigError", r"format differs: rank 0 on node a .* rank 1 on node b has 99"
+    )
 
 
 def check_refused(world, kind, pattern):
@@ -66,7 +69,7 @@ def test_another_world_size_is_refused(real):
 
 
 def test_a_full_tmpfs_is_an_error_on_every_rank(real, tmpfs_of_4_mib):
-    """Too little room at start, and none left when a shard grows: ArenaFull with bytes, never SIGBUS."""
+    """No room at start, and none left when a shard grows: ArenaFull with bytes, never SIGBUS."""
     here = {"arena_dir": str(tmpfs_of_4_mib), "redundancy": "copies:1"}
     world = real.open("ab", elements=200_000, **here)
     for kind, text in world.fail("start"):
@@ -81,7 +84,9 @@ def test_a_full_tmpfs_is_an_error_on_every_rank(real, tmpfs_of_4_mib):
     fill(filler)
     world.each("resize", elements=50_000)
     for outcome in world.each("commit", step=2):
-        assert re.search(r"rank \d: ArenaFull: .* \d+ bytes needed, \d+ bytes free", outcome), outcome
+        assert re.search(r"rank \d: ArenaFull: .* \d+ bytes needed, \d+ bytes free", outcome), (
+            outcome
+        )
     world.each("resize", elements=1000)
     assert world.each("restore") == [1] * 2
     assert all(world.each("state_is", step=1))
@@ -110,6 +115,6 @@ def test_a_holder_without_room_refuses_what_it_is_offered(real, tmpfs_of_4_mib):
 
 def fill(path):
     """Write until the file system is full."""
-    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 12))

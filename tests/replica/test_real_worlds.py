@@ -18,7 +18,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("redundancy", "before", "lost", "after"), LAYOUTS)
 def test_what_was_lost_comes_back_under_other_ranks(real, redundancy, before, lost, after):
-    """Two steps are committed, nodes are lost, ranks are renumbered: every owner's state is right."""
+    """Two steps are committed, nodes lost, ranks renumbered: every owner's state is right."""
     world = real.open(before, redundancy=redundancy)
     assert world.each("restore") == [None] * len(before)
     for step in (1, 2):
@@ -60,7 +60,7 @@ def test_ranks_decide_together_which_steps_are_saved(real):
 
 
 def test_a_bad_fragment_is_replaced_by_parity(real):
-    """A node is lost and one surviving fragment of its shard has a flipped byte: parity mends both."""
+    """A node is lost and a surviving fragment of its shard has a flipped byte: parity mends it."""
     world = real.open("abcd", redundancy="stripe:2+1")
     assert world.each("commit", step=1) == ["committed"] * 4
     world.leave()

@@ -191,9 +191,7 @@ def test_a_forged_whole_shard_loses_against_the_digest_of_all_others(trained):
     parts = [changed[slice(*code.span(i, changed.size))] for i in range(code.k)]
     digests = b"".join(chunk_digests(part) for part in parts)
     root = root_digest(digests, changed.size)
-    slot.rewrite(
-        replace(slot.record, chunk_digests=digests, shard_digest=root), changed.tobytes()
-    )
+    slot.rewrite(replace(slot.record, chunk_digests=digests, shard_digest=root), changed.tobytes())
     assert steps(restored(trained)) == {1}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import safetensors.torch
@@ -10,7 +12,7 @@ import torch
 from replica.copies import CopyPlan
 from replica.dtypes import CODES, DTYPES, code_of
 from replica.errors import StateError
-from replica.leaves import LeafList, find_homes
+from replica.leaves import LeafList, find_homes, memory_of
 from replica.snapshot import Snapshot
 from tests.replica.snapshot_tools import HEADER, bits, header_of, image_of, load, returned
 
@@ -102,8 +104,6 @@ def test_layout_comes_back(name):
     live = {"t": layouts()[name]}
     wanted = bits(value)
     with torch.no_grad():
-        from replica.leaves import memory_of  # noqa: PLC0415
-
         memory_of(live["t"]).zero_()
     load(image, live)
     assert bits(live["t"]) == wanted
@@ -275,8 +275,6 @@ def test_other_kinds_are_refused_by_name(name):
 
 def test_a_plan_holds_no_tensor_alive():
     """The plan keeps geometry and addresses only: a tensor's last reference goes with the state."""
-    import weakref  # noqa: PLC0415
-
     leaves = LeafList()
     value = torch.ones(3)
     leaves.tensor(value)

@@ -1,8 +1,9 @@
 """A warm worker of the tests: imports torch once, then runs one job after another.
 
-Started by exec and driven by JSON lines: ``{"job": name, "args": {...}}`` comes on standard input and
-``{"value": ...}`` or ``{"error": {...}}`` goes out; ``{"event": ...}`` lines may come before that. What
-jobs print goes to standard error. The worker ends when its standard input does, or with its parent.
+Started by exec and driven by JSON lines: ``{"job": name, "args": {...}}`` comes on standard input
+and ``{"value": ...}`` or ``{"error": {...}}`` goes out; ``{"event": ...}`` lines may come before
+that. What jobs print goes to standard error. The worker ends when its standard input does, or with
+its parent.
 
     python -m tests.replica.worker PARENT_PID
 """

@@ -1,4 +1,4 @@
-"""Worlds of warm workers: a process group over a store of its own, one Checkpointer in each rank."""
+"""Worlds of warm workers: a process group over a store of its own, a Checkpointer in each rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class World:
         """Run a job that must raise on each; (kind, text) of each."""
         return failures(self.begin(job, ranks, **args))
 
-    def begin(self, job: str, /, ranks: Sequence[int] | None = None, **args: object) -> list[Worker]:
+    def begin(
+        self, job: str, /, ranks: Sequence[int] | None = None, **args: object
+    ) -> list[Worker]:
         """Start a job on all ranks, or some; jobs of the toy get their rank as ``owner``."""
         chosen = list(range(len(self))) if ranks is None else list(ranks)
         for rank in chosen:
@@ -95,6 +97,11 @@ class Host:
         world = self.world(nodes, workers, port)
         world.make(**self.options(**options))
         return world
+
+    def reopen(self, world: World, **options: object) -> World:
+        """Start the same workers on the same nodes anew, as after a crash of them all."""
+        world.each("give_up")
+        return self.open(world.nodes, world.workers, **options)
 
     def options(self, **changes: object) -> dict[str, object]:
         """Return the options that every Checkpointer of a test has, with changes."""
