@@ -37,7 +37,7 @@ class Options:
     interval_steps: int = 1
     """Save only steps that are a multiple of this."""
     on_event: Callable[[Event], None] | None = None
-    """Called with one mapping per save and restore, from the background thread for saves."""
+    """Called with one mapping per save and restore; for saves that run behind, in that thread."""
     on_error: str = "warn"
     """"warn": a failed save is logged and counted; "raise": the next call raises it."""
     when_busy: str = "skip"

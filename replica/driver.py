@@ -114,10 +114,12 @@ class Driver:
         self.note_keys(request.sequence, request.admission_key, decision_key(request.generation))
         self._queue.put(request)
 
-    def skipped(self, admission_key: str, sequence: int) -> None:
-        """Count a step that all ranks skip; its admission goes with the generation before it."""
+    def skipped(self, ticket: Ticket, admission_key: str, sequence: int) -> None:
+        """Count and tell a step that is not saved; its key goes with the generation before it."""
         self.counts.skipped += 1
         self.note_keys(sequence, admission_key)
+        event = {"event": "save", "step": ticket.step, "outcome": "skipped"}
+        self.emit({**event, "reason": ticket.reason})
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread after the save under way; whether nothing writes to the arena any more."""

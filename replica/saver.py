@@ -47,6 +47,7 @@ class Saver:
         self._job = job
         self._ring = ParityRing(job.layout.redundancy.code)
         self._quarantined: set[int] = set()
+        self._returned = threading.Condition()
         self._work: SaveWork | None = None
 
     def handlers(self, work: SaveWork) -> Handlers:
@@ -84,6 +85,10 @@ class Saver:
         return self._job.links.ensure(action.peers, self._left_s(work))
 
     def _settle(self, work: SaveWork, action: Settle) -> Mapping[Fragment, str]:
+        with self._returned:
+            # What an aborted save left posted returns once both sides have given that pair up,
+            # which Connect has seen to: a moment, and the slots are ours again.
+            self._returned.wait_for(lambda: self.idle, self._left_s(work))
         answers: dict[Fragment, str] = {}
         taken: set[int] = set()
         for offer in action.offers:
@@ -138,7 +143,9 @@ class Saver:
                         slot.write_record(self._record(work, offer, got))
                         work.received[fragment] = got.shard_digest
             finally:
-                self._quarantined.discard(slot.number)
+                with self._returned:
+                    self._quarantined.discard(slot.number)
+                    self._returned.notify_all()
 
         work.crew.start(name, body, posted.set)
         if not posted.wait(self._left_s(work)):

@@ -85,11 +85,9 @@ class Stager:
         except StoreError as error:
             # P1: without the store both generations are kept and nothing new is begun.
             log.warning("step %d is not saved: %s", step, error)
-            driver.skipped(self._admission_key(step), self._sequence)
-            return Ticket(step, skipped=True, reason=str(error))
+            return self._skip(step, str(error))
         if not admission.take:
-            driver.skipped(self._admission_key(step), self._sequence)
-            return Ticket(step, skipped=True, reason="a save is under way")
+            return self._skip(step, "a save is under way")
         self._sequence = admission.sequence
         self.last = ticket = Ticket(step)
         identity = generation_id(job.name, job.nonce, step, admission.sequence)
@@ -99,6 +97,11 @@ class Stager:
             driver.submit(self._stage(generation, ticket))
         else:
             self._give_up(generation, ticket)
+        return ticket
+
+    def _skip(self, step: int, reason: str) -> Ticket:
+        ticket = Ticket(step, skipped=True, reason=reason)
+        self._driver.skipped(ticket, self._admission_key(step), self._sequence)
         return ticket
 
     def _admit(self, step: int) -> Admission:

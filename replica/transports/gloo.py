@@ -8,6 +8,7 @@ are settled by offers and plans, never here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,8 @@ from replica.store import Store, TorchStore
 from replica.transport import Bytes, Pending, check_buffer
 
 THREADS = 2
+BULK, CLOSING = 0, 1
+"""Tags."""
 
 
 class GlooTransport:
@@ -74,8 +77,18 @@ class GlooChannel:
         return self._post("recv", buffer)
 
     def close(self) -> None:
-        """Drop the group; its threads end when no posted buffer is left."""
+        """Break the pair and drop the group; its threads end when no posted buffer is left.
+
+        A posted buffer holds the group, and no Work can be aborted. But gloo closes a pair at its
+        first timeout (seen), and that ends at once what either side has posted, bytes in the
+        middle of a message excepted: so let one receive run out that nobody will answer.
+        """
+        group: Any = self._group
         self._group = None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                unanswered = group.recv([torch.zeros(1, dtype=torch.uint8)], self._other, CLOSING)
+                unanswered.wait(timedelta(milliseconds=1))
 
     def _post(self, verb: str, buffer: Bytes) -> Pending:
         words = f"rank {self._rank}: {verb} of {buffer.size} bytes with rank {self._peer}"
@@ -83,7 +96,7 @@ class GlooChannel:
         if group is None:
             raise PeerError(f"{words}: the channel is closed")
         try:
-            work = getattr(group, verb)([_tensor(buffer)], self._other, 0)
+            work = getattr(group, verb)([_tensor(buffer)], self._other, BULK)
         except RuntimeError as error:
             raise PeerError(f"{words}: {error}") from error
         return _GlooPending(work, group, words)

@@ -1,8 +1,7 @@
 """Channels inside one process: ranks are threads. For tests and for trying things out.
 
-They fail as gloo's pairs do, so that what holds here holds there: a wait that runs out breaks the
-channel for both sides; one side's ``close`` reaches the other when no receive of the closing side
-is still under way.
+They fail as gloo's pairs do, so that what holds here holds there: a wait that runs out and a
+``close`` end at once what either side has posted.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class _Line:
         self._posted: dict[tuple[int, str], deque[_Posted]] = {
             (rank, verb): deque() for rank in ranks for verb in (SEND, RECEIVE)
         }
-        self._closed: set[int] = set()
         self._broken = ""
 
     def join(self, rank: int, timeout_s: float) -> bool:
@@ -55,8 +53,8 @@ class _Line:
         check_buffer(buffer)
         posted = _Posted(buffer)
         with self.changed:
-            if self._broken or rank in self._closed:
-                raise PeerError(self._broken or "the channel is closed")
+            if self._broken:
+                raise PeerError(self._broken)
             self._posted[rank, verb].append(posted)
             self._meet()
         return posted
@@ -70,8 +68,7 @@ class _Line:
 
     def close(self, rank: int) -> None:
         with self.changed:
-            self._closed.add(rank)
-            self._hang_up()
+            self._break(f"rank {rank} closed the channel")
 
     def _meet(self) -> None:
         for sender, receiver in (self._ranks, self._ranks[::-1]):
@@ -83,13 +80,7 @@ class _Line:
                     return
                 received[:] = sent
                 sends.popleft().done = receives.popleft().done = True
-        self._hang_up()
         self.changed.notify_all()
-
-    def _hang_up(self) -> None:
-        for rank in self._closed:
-            if not self._posted[rank, RECEIVE]:
-                self._break(f"rank {rank} closed the channel")
 
     def _break(self, why: str) -> None:
         self._broken = self._broken or why
@@ -139,7 +130,7 @@ class MemoryChannel:
         return self._post(RECEIVE, buffer)
 
     def close(self) -> None:
-        """Refuse further buffers; what is posted may still come."""
+        """End what is posted, and refuse more, on both sides."""
         self._line.close(self._rank)
 
     def wait_for(self, posted: _Posted) -> None:

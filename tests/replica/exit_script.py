@@ -1,8 +1,8 @@
 """A script that ends while a save is in flight, in one of several ways; started by the exit tests.
 
-Its one argument is JSON: ``ending``, ``rank``, ``world``, ``port`` of a store, ``arena_dir``,
-``timeout_s``, and whether the save in flight is ``stuck``, never to end. It prints what it
-found just before its end, and has the last word of nothing else.
+Its one argument is JSON: the pid of its ``parent``, ``ending``, ``rank``, ``world``, ``port`` of a
+store, ``arena_dir``, ``timeout_s``, and whether the save in flight is ``stuck``, never to end. It
+says whether a save was in flight just before its end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 import replica
 from replica.encode import EncodePass
 from replica.transports.gloo import GlooChannel
+from tests.replica.tether import die_with_parent
 
 ASKED = json.loads(sys.argv[1])
 GO = threading.Event()
@@ -108,4 +109,5 @@ def end(checkpointer: replica.Checkpointer) -> None:
         raise RuntimeError(ending)
 
 
+die_with_parent(ASKED["parent"])
 run()

@@ -253,6 +253,24 @@ class HookedChannel:
         return self._inner.send(copy)
 
     def receive(self, buffer):
-        """Ask, then receive."""
+        """Ask, then receive; ask again when it has returned, well or not."""
         self._hook(self._rank, "receive", str(self._peer), buffer)
-        return self._inner.receive(buffer)
+        return HookedPending(self._inner.receive(buffer), self)
+
+    def returned(self):
+        """Tell the hook that a receive has returned."""
+        self._hook(self._rank, "returned", str(self._peer), None)
+
+
+class HookedPending:
+    """A posted receive that tells its channel when it has returned."""
+
+    def __init__(self, inner: Any, channel: HookedChannel) -> None:
+        self._inner, self._channel = inner, channel
+
+    def wait(self):
+        """Wait, then tell."""
+        try:
+            self._inner.wait()
+        finally:
+            self._channel.returned()

@@ -150,9 +150,9 @@ def state_is(owner: int, step: int) -> bool:
 # ---- the Checkpointer
 
 
-def make(owner: int, elements: int = 4000, **options: Any) -> None:
-    """Make a Checkpointer over the toy of ``owner``, at a step that no test saves."""
-    HERE.state = toy(owner, 1000, elements)
+def make(owner: int, step: int, elements: int = 4000, **options: Any) -> None:
+    """Make a Checkpointer over the toy of ``owner`` at ``step``."""
+    HERE.state = toy(owner, step, elements)
     HERE.events = []
     HERE.checkpointer = replica.Checkpointer(HERE.state, on_event=HERE.events.append, **options)
 

@@ -151,18 +151,20 @@ def test_a_rank_that_falls_silent_is_named_and_costs_one_generation(arena_dir, s
     assert restored(arena_dir, renumbered(FOUR, ["a", "c"]), "stripe:2+1") == 3
 
 
+def no_room(nbytes, kind, *_):
+    """Stand for Arena.allocate on a full file system."""
+    raise ArenaFull(f"{nbytes} bytes needed, 17 bytes free")
+
+
 def test_a_refused_slot_is_named_on_all_ranks_and_the_older_generation_stays(arena_dir):
     """Rank 0 grows and its holder has no room: aborted at once with the bytes; later committed."""
     turn = threading.Barrier(4)
-
-    def full(nbytes, kind, *_):
-        raise ArenaFull(f"{nbytes} bytes needed, 17 bytes free")
 
     def body(me):
         me.commit(1)
         arena = me.job.arena
         if me.rank == 1:
-            allocate, arena.allocate = arena.allocate, full
+            allocate, arena.allocate = arena.allocate, no_room
         if me.rank == 0:
             me.state["more"] = torch.ones(200_000)
         why = failure(saved(me, 2))
@@ -242,6 +244,39 @@ def test_a_bit_that_flips_on_the_wire_aborts_the_save(arena_dir):
     assert faults.fired == 1
     lose(arena_dir, ["a"])
     assert restored(arena_dir, renumbered(PAIR, ["a"]), "copies:1") == 3
+
+
+def test_a_slot_whose_receive_returns_late_is_waited_for(arena_dir):
+    """A receive of an aborted save ends only during the next one: its slot is waited for (P22)."""
+    refused, release, late = (threading.Event() for _ in range(3))
+
+    def hook(rank, verb, what, value):
+        if verb == "returned" and (rank, what) == (1, "0") and refused.is_set():
+            late.set()
+            assert release.wait(COMMIT_S)
+        if verb == "connect" and (rank, what) == (1, "0") and refused.is_set():
+            assert late.wait(COMMIT_S)
+            timer = threading.Timer(0.2, release.set)
+            timer.start()
+
+    def body(me):
+        me.commit(1)
+        arena = me.job.arena
+        if me.rank == 2:
+            arena.allocate, allocate = no_room, arena.allocate
+        else:
+            me.state["more"] = torch.ones(200_000)
+        refused.set()
+        turn.wait(COMMIT_S)
+        failure(saved(me, 2))
+        if me.rank == 2:
+            arena.allocate = allocate
+        turn.wait(COMMIT_S)
+        saved(me, 3).wait("committed", COMMIT_S)
+
+    turn = threading.Barrier(3)
+    Cluster(arena_dir, ["a", "b", "c"], "copies:2", hook=hook, timeout_s=5.0).run(body)
+    assert release.is_set()
 
 
 def test_a_rank_that_is_slow_to_break_a_pair_off_costs_no_second_save(arena_dir):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ class Scripts:
         """Start all ranks of one job; its processes by rank."""
         asked = {"ending": ending, "world": world, "arena_dir": str(arena_dir), "stuck": stuck}
         asked |= {"prefix": arena_dir.name, "timeout_s": 2.0 if stuck else 30.0}
-        asked["port"] = self._real.port
+        asked |= {"port": self._real.port, "parent": os.getpid()}
         arena_dir.mkdir(exist_ok=True)
         started = []
         for rank in range(world):

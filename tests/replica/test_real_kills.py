@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import pytest
 
+from tests.replica.pool import failures
+from tests.replica.worlds import UNSAVED_STEP
+
 pytestmark = pytest.mark.real
 
 DEADLINE_S = 4.0
 
 
 @pytest.mark.parametrize(
-    ("point", "loses_node"),
-    [("key offer/", True), ("send", False), ("key ack/", True), ("key held/", False)],
+    ("victim", "point", "loses_node"),
+    [(1, "key offer/", True), (2, "send", False), (1, "key ack/", True), (0, "key held/", False)],
 )
-def test_a_worker_is_killed_in_a_save(real, point, loses_node):
-    """Rank 1 of 3 dies at a point of the save of step 2: the others name it, then all restore."""
+def test_a_worker_is_killed_in_a_save(real, victim, point, loses_node):
+    """One of 3 dies at a point of the save of step 2: the others name it, then all restore."""
     world = real.open("abc", timeout_s=DEADLINE_S)
     assert world.each("commit", step=1) == ["committed"] * 3
-    world[1].call("at", point=point, action="kill")
+    world[victim].call("at", point=point, action="kill")
     world.begin("save", step=2)
-    world[1].died()
-    for rank in (0, 2):
+    world[victim].died()
+    others = [rank for rank in range(3) if rank != victim]
+    for rank in others:
         assert world[rank].result()["skipped"] is False
-        assert "rank 1" in world[rank].call("settle")
-    world.each("give_up", ranks=(0, 2))
+        assert f"rank {victim}" in world[rank].call("settle")
+    world.each("give_up", ranks=others)
+    place = world.nodes[victim]
     if loses_node:
-        real.lose("b")
-    fresh = real.pool.replace(world[1])
-    nodes = "d" if loses_node else "b"
-    again = real.open(f"{nodes}ac", [fresh, world[0], world[2]])
+        real.lose(place)
+        place = "d"
+    fresh = real.pool.replace(world[victim])
+    again = real.open(
+        [world.nodes[others[1]], place, world.nodes[others[0]]],
+        [world[others[1]], fresh, world[others[0]]],
+    )
     (step,) = set(again.each("restore"))
     assert step in (1, 2)
     assert all(again.each("state_is", step=step))
@@ -71,3 +79,25 @@ def test_a_store_of_its_own_outlives_rank_0(real):
     assert world[1].call("save", owner=1, step=3)["skipped"] is False
     assert "rank 0" in world[1].call("settle")
     assert world[1].call("status")["committed_step"] == 1
+
+
+def test_a_worker_is_killed_in_a_restore(real):
+    """Rank 2 dies as it serves a fragment: nobody's state changes, and the next start restores."""
+    options = {"redundancy": "stripe:2+1", "timeout_s": DEADLINE_S}
+    world = real.open("abcd", **options)
+    assert world.each("commit", step=1) == ["committed"] * 4
+    world.leave()
+    real.lose("a")
+    again = real.open("ebcd", world.workers, **options)
+    again[2].call("at", point="send", action="kill")
+    again.begin("restore")
+    again[2].died()
+    survivors = [again[rank] for rank in (0, 1, 3)]
+    for kind, text in failures(survivors):
+        assert (kind, "rank 2" in text) == ("RestoreAborted", True), text
+    assert all(again.each("state_is", ranks=(0, 1, 3), step=UNSAVED_STEP))
+    again.each("give_up", ranks=(0, 1, 3))
+    fresh = real.pool.replace(again[2])
+    last = real.open("ebcd", [*survivors[:2], fresh, survivors[2]], **options)
+    assert last.each("restore") == [1] * 4
+    assert all(last.each("state_is", step=1))

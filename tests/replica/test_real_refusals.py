@@ -32,7 +32,7 @@ def test_ranks_that_differ_are_refused(real):
     """Another format or option, too few nodes, no name: refused at start, on both ranks alike."""
     world = real.world("ab")
     world.make(**real.options())
-    world[1].call("make", owner=1, node_id="b", **real.options(timeout_s=19.0))
+    world[1].call("make", owner=1, step=0, node_id="b", **real.options(timeout_s=19.0))
     check_refused(world, "ConfigError", r"timeout_s differs: rank 0 on node a .* rank 1 on node b")
     world.make(**real.options(redundancy="stripe:3+1"))
     check_refused(world, "LayoutError", r"stripe:3\+1.*5 nodes.*2")
@@ -103,7 +103,7 @@ def test_a_holder_without_room_refuses_what_it_is_offered(real, tmpfs_of_4_mib):
     dirs = (str(tmpfs_of_4_mib), roomy)
     for rank, place in enumerate(dirs):
         options = real.options(arena_dir=place, redundancy="copies:1", elements=1000)
-        world[rank].call("make", owner=rank, node_id=world.nodes[rank], **options)
+        world[rank].call("make", owner=rank, step=0, node_id=world.nodes[rank], **options)
     assert world.each("commit", step=1) == ["committed"] * 2
     fill(tmpfs_of_4_mib / "filler")
     world.each("resize", ranks=[1], elements=50_000)

@@ -116,7 +116,7 @@ def test_posted_is_told_when_receives_stand_and_before_bytes_come():
     thread.start()
     assert posted.wait(WAIT_S)
     assert watching.posts == IN_FLIGHT
-    b._line.close(0)
+    b.close()
     thread.join(WAIT_S)
 
 

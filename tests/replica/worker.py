@@ -10,7 +10,6 @@ its parent.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -20,7 +19,7 @@ import signal
 import sys
 import traceback
 
-_PR_SET_PDEATHSIG = 1
+from tests.replica.tether import die_with_parent
 
 # What jobs write to file descriptor 1 must not get between the answers.
 _ANSWERS = os.dup(1)
@@ -34,10 +33,8 @@ def say(message: dict) -> None:
 def main(parent: int) -> None:
     """Serve jobs until standard input ends."""
     os.dup2(2, 1)
-    # A stopped worker cannot see the end of its input: only the kernel can end it with its parent.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return
+    # A stopped worker cannot see the end of its input.
+    die_with_parent(parent)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(levelname)s %(message)s")
     jobs = importlib.import_module("tests.replica.jobs")

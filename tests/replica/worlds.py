@@ -13,6 +13,8 @@ from tests.replica.pool import Pool, Worker, failures, results, serve_store
 
 TIMEOUT_S = 20.0
 """Deadline of the Checkpointers, unless a test is about deadlines."""
+UNSAVED_STEP = 1000
+"""Where a toy stands before anything is restored."""
 
 
 class World:
@@ -48,7 +50,7 @@ class World:
     def make(self, **options: object) -> None:
         """Make a Checkpointer on every rank, each on its node."""
         for rank, worker in enumerate(self.workers):
-            worker.start("make", owner=rank, node_id=self.nodes[rank], **options)
+            worker.start("make", owner=rank, node_id=self.nodes[rank], step=UNSAVED_STEP, **options)
         results(self.workers)
 
     def leave(self) -> None:
