@@ -33,6 +33,8 @@ from recovery.topology import Topology
 from recovery.tree import GatherFailed, dump, gather, load, name_ranks, silent_ranks
 
 ATTEMPTS_MAX = 64
+SILENCES_MAX = 2
+"""So often a generation is tried again whose bytes are there and only did not come."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,15 @@ class Move:
 class MoveResult:
     """How a rank's reads went.
 
-    ``bad``: reads whose bytes failed or did not come. ``wrong``: the fragments, each verified, that
-    decoded to a shard of another digest. ``error``: what no other source can mend (keys that do not
-    match, say).
+    ``bad``: reads whose bytes failed. ``silent``: reads whose bytes did not come, which says
+    nothing of the bytes. ``wrong``: the fragments, each verified, that decoded to a shard of
+    another digest. ``error``: what no other source can mend (keys that do not match, say).
     """
 
     bad: tuple[Read, ...] = ()
     wrong: tuple[int, ...] = ()
     error: str = ""
+    silent: tuple[Read, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,14 @@ def _restore(context: RestoreContext, *, load_state: bool) -> Generator[Any, Any
     merged = yield from _gather(f"{prefix}/inventory", context, value, merge_lists)
     inventory = merge_reports(decode_reports(merged)) if merged is not None else None
     rejected: dict[Generation, Rejected] = {}
+    silences, mute = 0, ""
     for attempt in range(ATTEMPTS_MAX):
         key = f"{prefix}/{attempt}"
         if inventory is not None:
             mine = freeze(inventory, context.topology, rejected)
-            yield Publish(f"{key}/frozen", encode_frozen(mine))
-        frozen = decode_frozen((yield from _read_frozen(context, prefix, attempt)))
+            value = f"abort:{mute}".encode() if mute else encode_frozen(mine)
+            yield Publish(f"{key}/frozen", value)
+        frozen = _thaw((yield from _read_frozen(context, prefix, attempt)))
         plan = frozen.plan(context.topology)
         if plan is None or not load_state:
             return _outcome(frozen, plan, context)
@@ -152,9 +157,25 @@ def _restore(context: RestoreContext, *, load_state: bool) -> Generator[Any, Any
                 plan.generation, f"rank {context.rank} lost the store: {lost}"
             ) from lost
         if inventory is not None:
-            inventory, sets = _erase(inventory, frozen.rejected, plan, verdict)
-            rejected[plan.generation] = sets
+            rejected[plan.generation] = frozen.rejected | _wrong(verdict)
+            inventory, patient = _erase(inventory, context.topology, rejected, plan, verdict)
+            silences += patient
+            mute = _mute(plan, verdict) if silences > SILENCES_MAX else ""
     raise RestoreAborted(f"gave up after {ATTEMPTS_MAX} attempts")
+
+
+def _thaw(raw: bytes) -> Frozen:
+    if raw.startswith(b"abort:"):
+        raise RestoreAborted(raw.removeprefix(b"abort:").decode("utf-8", "replace"))
+    return decode_frozen(raw)
+
+
+def _mute(plan: RestorePlan, verdict: dict[str, Any]) -> str:
+    sources = name_ranks(sorted({source for _, _, source in verdict["silent"]}))
+    return (
+        f"{plan.generation.describe()} is there, but its bytes did not come from {sources}; "
+        "to go back behind it would lose it, so start again"
+    )
 
 
 def _outcome(frozen: Frozen, plan: RestorePlan | None, context: RestoreContext) -> RestoreOutcome:
@@ -181,6 +202,7 @@ def _vote(
     mine = {
         "plan": [plan.fingerprint()],
         "bad": [[r.owner, r.fragment, r.source] for r in result.bad],
+        "silent": [[r.owner, r.fragment, r.source] for r in result.silent],
         "wrong": [[context.rank, list(result.wrong)]] if result.wrong else [],
         "errors": [f"rank {context.rank}: {result.error}"] if result.error else [],
     }
@@ -215,8 +237,9 @@ def _count(votes: dict[str, Any]) -> bytes:
         return b"abort:ranks derived different plans from one inventory"
     if votes["errors"]:
         return f"abort:{'; '.join(votes['errors'])}".encode()[:60_000]
-    if votes["bad"] or votes["wrong"]:
-        return b"again:" + dump({"bad": votes["bad"], "wrong": votes["wrong"]})
+    again = {name: votes[name] for name in ("bad", "silent", "wrong")}
+    if any(again.values()):
+        return b"again:" + dump(again)
     return b"go:"
 
 
@@ -230,19 +253,43 @@ def _obey(raw: bytes) -> dict[str, Any] | None:
     raise RestoreAborted(rest or f"vote is {raw[:64]!r}")
 
 
+def _wrong(verdict: dict[str, Any]) -> Rejected:
+    return frozenset((owner, tuple(fragments)) for owner, fragments in verdict["wrong"])
+
+
 def _erase(
-    inventory: Inventory, rejected: Rejected, plan: RestorePlan, verdict: dict[str, Any]
-) -> tuple[Inventory, Rejected]:
-    bad = {tuple(item) for item in verdict["bad"]}
-    gone: list[Holding] = [
+    inventory: Inventory,
+    topology: Topology,
+    rejected: Mapping[Generation, Rejected],
+    plan: RestorePlan,
+    verdict: dict[str, Any],
+) -> tuple[Inventory, bool]:
+    """What the next attempt starts from; whether it asks silent sources again.
+
+    It does when without them there is only an older generation: bytes that did not come are not
+    lost, and the older generation would be the new base (P18).
+    """
+    damaged = without(inventory, _named(inventory, plan, verdict["bad"]))
+    asked = without(damaged, _named(damaged, plan, verdict["silent"]))
+
+    def same(left: Inventory) -> bool:
+        return freeze(left, topology, rejected).choice.generation == plan.generation
+
+    if asked != damaged and same(damaged) and not same(asked):
+        return damaged, True
+    return asked, False
+
+
+def _named(inventory: Inventory, plan: RestorePlan, reads: list[Any]) -> list[Holding]:
+    names = {tuple(item) for item in reads}
+    found = [
         h
         for h in inventory.holdings
-        if h.generation == plan.generation and (h.owner, h.fragment, h.rank) in bad
+        if h.generation == plan.generation and (h.owner, h.fragment, h.rank) in names
     ]
-    if len(gone) < len(bad):
-        raise RecoveryError(f"vote names {sorted(bad)}, which the inventory does not hold")
-    wrong = {(owner, tuple(fragments)) for owner, fragments in verdict["wrong"]}
-    return without(inventory, gone), rejected | wrong
+    if len(found) < len(names):
+        raise RecoveryError(f"vote names {sorted(names)}, which the inventory does not hold")
+    return found
 
 
 def _load(
@@ -308,6 +355,7 @@ def merge_lists(values: Sequence[bytes]) -> bytes:
 def _merge_votes(values: Sequence[bytes]) -> bytes:
     votes = [load(value, "a vote") for value in values]
     merged = {
-        name: [item for vote in votes for item in vote[name]] for name in ("bad", "wrong", "errors")
+        name: [item for vote in votes for item in vote[name]]
+        for name in ("bad", "silent", "wrong", "errors")
     }
     return dump({"plan": sorted({fp for vote in votes for fp in vote["plan"]}), **merged})

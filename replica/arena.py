@@ -34,6 +34,7 @@ from replica.arena_views import (
     ArenaView,
     SlotView,
     clean,
+    left_over,
     prune,
     read_arenas,
     remove_arena,
@@ -58,7 +59,17 @@ from replica.slot import (
     remove_slot_files,
 )
 
-__all__ = ["HELD", "OWN", "Arena", "ArenaView", "Slot", "SlotView", "clean", "read_arenas"]
+__all__ = [
+    "HELD",
+    "OWN",
+    "Arena",
+    "ArenaView",
+    "Slot",
+    "SlotView",
+    "clean",
+    "left_over",
+    "read_arenas",
+]
 
 log = logging.getLogger("planaria")
 

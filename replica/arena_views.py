@@ -84,6 +84,23 @@ def read_arenas(
     return views
 
 
+def left_over(
+    arena_dir: str | Path, job: str, node_id: str, *, ranks: int, position: int
+) -> list[ArenaView]:
+    """Return the arenas of positions that a node of ``ranks`` ranks no longer has.
+
+    The node had more ranks once, and what they kept is as good as ever. The rank at ``position``
+    answers for every ``ranks``-th of them.
+    """
+    return [
+        view
+        for view in read_arenas(arena_dir, job, node_id)
+        if view.head is not None
+        and view.head.position >= ranks
+        and view.head.position % ranks == position
+    ]
+
+
 def clean(arena_dir: str | Path, job: str | None = None, *, dry_run: bool = False) -> list[str]:
     """Remove this user's arenas that no living process uses; return their paths.
 

@@ -12,7 +12,12 @@ from typing import Any, Self
 from erasure.errors import PlanariaError
 from recovery.errors import RecoveryError
 from recovery.manifest import Generation
-from recovery.session import RestoreHalfDone, RestoreOutcome, restore_session
+from recovery.session import (
+    RestoreAborted,
+    RestoreHalfDone,
+    RestoreOutcome,
+    restore_session,
+)
 from replica.clock import MonotonicClock
 from replica.config import Options
 from replica.driver import Driver
@@ -69,7 +74,7 @@ class Checkpointer:
         self._based = False
         self._restored: Generation | None = None
         self._told: Ticket | None = None
-        self._protection = 0
+        self._protection = self._committed_before = 0
         self._unusable = ""
 
     def __enter__(self) -> Self:
@@ -123,7 +128,9 @@ class Checkpointer:
         self._restored = generation
         stager.rewind(self._restores)
         if generation is not None:
-            job.arena.update_head(restored=generation, attempts=())
+            # What failed in a newer one is kept: it must not be tried again and again (P19).
+            attempts = tuple(one for one in job.arena.head.attempts if one[0] != generation.id)
+            job.arena.update_head(restored=generation, attempts=attempts)
         self._emit(self._restore_event(outcome, restorer, job.clock.now_s() - started_s))
         return generation.step if generation is not None else None
 
@@ -135,7 +142,7 @@ class Checkpointer:
         planned and raises StateError on every rank when one has an unsupported value. Later
         failures are told by ``on_error`` and the ticket.
         """
-        _, driver, stager = self._open()
+        job, driver, stager = self._open()
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ConfigError(f"step is {step!r}, expected a whole number from 0")
         if driver.broken:
@@ -146,6 +153,12 @@ class Checkpointer:
             if step == stager.last.step:
                 return stager.last
             raise ConfigError(f"step {step} comes after step {stager.last.step} was saved")
+        kept = self._restored
+        if kept is not None and kept.epoch == job.epoch and step <= kept.step:
+            # Two generations of one epoch and step would have no order.
+            if step == kept.step:
+                return Ticket(step, skipped=True, reason="it is the step that was restored")
+            raise ConfigError(f"step {step} comes after step {kept.step} was restored")
         self._raise_failed(stager.last)
         stager.plan_once()
         if not self._based:
@@ -165,7 +178,7 @@ class Checkpointer:
         ledger = driver.read()
         base = ledger.base
         last = stager.last.step if stager.last is not None else None
-        committed = driver.counts.committed > 0
+        committed = driver.counts.committed > self._committed_before
         protection = job.layout.redundancy.survivable_nodes if committed else self._protection
         return {
             "open": True,
@@ -216,6 +229,10 @@ class Checkpointer:
         job, _, _ = self._open()
         context = job.restore_context(restorer.report(), self._restores)
         self._restores += 1
+        try:
+            job.links.tell_all_broken()
+        except StoreError as error:
+            raise RestoreAborted(f"rank {job.rank} lost the store: {error}") from error
         return Runner(job.front, job.clock).run(
             restore_session(context, load_state=load_state),
             restorer.handlers(),
@@ -241,6 +258,7 @@ class Checkpointer:
         if job.rank == 0:
             log.log(logging.WARNING if outcome.lost else logging.INFO, "%s", outcome.reason)
         self._based, self._protection = True, outcome.protection
+        self._committed_before = driver.counts.committed
         driver.change(lambda ledger: ledger.rebase(outcome.generation))
 
     def _restore_event(
@@ -292,6 +310,7 @@ class Checkpointer:
             self._say_goodbye(job)
         ended = driver.stop(max(STOP_S, deadline_s - job.clock.now_s()))
         job.links.close()
+        job.pairs.close()
         job.front.close()
         last = stager.last
         if ended:

@@ -113,7 +113,7 @@ def _job_name(options: Options, env: Mapping[str, str], world: int) -> tuple[str
 
 
 def _check_world(env: Mapping[str, str], world: int) -> None:
-    """Two groups of one launch must not share a job's name: each would end the other's processes."""
+    """Two groups of one launch must not share a job's name: each would end the other's ranks."""
     launched = env.get("WORLD_SIZE", "")
     if launched.isdecimal() and int(launched) != world:
         raise ConfigError(

@@ -1,16 +1,16 @@
 """What can go wrong at the edges: memory, network, store, live objects.
 
-    PlanariaError                (erasure.errors)
-    ├── ErasureError ...         (erasure.errors)
-    ├── RecoveryError ...        (recovery.errors)
-    ├── ConfigError              yours: an option, the job's name, the world size
-    ├── StateError               yours: a value that cannot be carried, or keys that do not match
-    ├── ArenaError               this node's memory
-    │   ├── ArenaFull            not enough of it; says needed and free bytes
-    │   └── ArenaBusy            a living process of the same job's name holds it
-    ├── PeerError                a remote rank failed or stayed silent; names it
-    ├── StoreError               the key-value store cannot be reached
-    └── SaveFailed               one generation was not committed; the older one is whole
+PlanariaError                (erasure.errors)
+├── ErasureError ...         (erasure.errors)
+├── RecoveryError ...        (recovery.errors)
+├── ConfigError              yours: an option, the job's name, the world size
+├── StateError               yours: a value that cannot be carried, or keys that do not match
+├── ArenaError               this node's memory
+│   ├── ArenaFull            not enough of it; says needed and free bytes
+│   └── ArenaBusy            a living process of the same job's name holds it
+├── PeerError                a remote rank failed or stayed silent; names it
+├── StoreError               the key-value store cannot be reached
+└── SaveFailed               one generation was not committed; the older one is whole
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ decoded.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +19,9 @@ from recovery.errors import RecoveryError
 from recovery.manifest import WHOLE, Generation, SlotRecord
 from recovery.plan import Read, Rebuild, RestorePlan
 from recovery.session import MoveResult
-from replica.arena import read_arenas
+from replica.arena import ArenaView, read_arenas
 from replica.job import Job
-from replica.streams import Crew, receive_stream, send_stream
+from replica.streams import BadBytes, Crew, receive_stream, send_stream
 from replica.transport import Bytes, Channel
 
 
@@ -52,6 +53,8 @@ class Fetcher:
         self._deadline_s = job.clock.now_s() + timeout_s
         self._crew = Crew()
         self._open: dict[str, tuple[int, Read]] = {}
+        self._damaged: set[Read] = set()
+        self._peers: tuple[int, ...] = ()
         self._lock = threading.Lock()
         self.received_bytes = 0
         self.local_bytes = 0
@@ -63,27 +66,36 @@ class Fetcher:
         job, clock = self._job, self._job.clock
         mine = self._plan.rebuilds[job.rank]
         started_s = clock.now_s()
-        cut_off = job.links.ensure(self._plan.peers_of(job.rank), self._left_s())
+        peers = self._plan.peers_of(job.rank)
+        cut_off = job.links.ensure(peers, self._left_s())
+        self._peers = peers
         for read in self._plan.reads_from(job.rank):
             if not read.local and read.to not in cut_off:
                 self._start_serving(read)
         target = self._target(mine)
-        bad = [r for r in mine.reads if not r.local and r.source in cut_off]
+        bad: list[Read] = []
+        silent = [r for r in mine.reads if not r.local and r.source in cut_off]
         for read in mine.reads:
             if read.local:
                 bad += self._copy_local(read, target)
-            elif read not in bad:
+            elif read not in silent:
                 self._start_fetching(read, target)
-        bad += self._finish()
+        for read in self._finish():
+            (bad if read in self._damaged else silent).append(read)
         moved_s = clock.now_s()
         self.transfer_s = moved_s - started_s
-        if bad:
-            return None, MoveResult(bad=tuple(sorted(set(bad))))
+        if bad or silent:
+            return None, MoveResult(bad=tuple(sorted(set(bad))), silent=tuple(sorted(silent)))
         wrong = self._decode(mine, target)
         self.decode_s = clock.now_s() - moved_s
         if wrong is not None:
             return None, wrong
         return Fetched(target.shard), MoveResult()
+
+    def give_up(self) -> None:
+        """After ``run`` raised: break off every pair, so that no peer waits for our bytes."""
+        for peer in self._peers:
+            self._job.links.break_off(peer)
 
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - self._job.clock.now_s())
@@ -107,23 +119,21 @@ class Fetcher:
         return found[1] if found else None
 
     def _find(self, generation: Generation, read: Read) -> tuple[SlotRecord, Bytes] | None:
-        """Record and bytes of a read that this rank's own arena serves."""
+        """Record and bytes of a read that this rank serves: from its arena, else a left one."""
         for slot in self._job.arena.slots.values():
             if slot.record is not None and _matches(slot.record, generation, read):
                 return slot.record, slot.data
-        return None
+        return _seen(self._job.left_over(), generation, read)
 
     def _find_on_node(self, read: Read) -> tuple[SlotRecord, Bytes] | None:
         """Record and bytes of a read from any arena of this node; another rank's is read-only."""
         if read.source == self._job.rank:
             return self._find(self._plan.generation, read)
         node_id = self._job.arena.head.node_id
-        for view in read_arenas(self._job.config.arena_dir, self._job.name, node_id):
-            if view.head is not None and view.head.rank == read.source:
-                for slot in view.slots.values():
-                    if slot.record and _matches(slot.record, self._plan.generation, read):
-                        return slot.record, slot.data
-        return None
+        views = read_arenas(self._job.config.arena_dir, self._job.name, node_id)
+        # What the source answers for beside its own arena has another rank in its head.
+        views.sort(key=lambda view: view.head is None or view.head.rank != read.source)
+        return _seen(views, self._plan.generation, read)
 
     def _copy_local(self, read: Read, target: _Target) -> list[Read]:
         found = self._find_on_node(read)
@@ -164,9 +174,13 @@ class Fetcher:
 
         def body() -> None:
             for index in indices:
-                got = receive_stream(channel, target.parts[index], lambda: None)
-                if got.shard_digest.hex() != kind.shard_digest:
-                    raise RecoveryError("the sender names another shard digest than the inventory")
+                try:
+                    got = receive_stream(channel, target.parts[index], lambda: None)
+                    if got.shard_digest.hex() != kind.shard_digest:
+                        raise BadBytes("the sender names another shard digest than the inventory")
+                except BadBytes:
+                    self._damaged.add(read)
+                    raise
                 with self._lock:
                     target.digests[index] = got.chunk_digests
                     self.received_bytes += target.parts[index].size
@@ -199,6 +213,16 @@ class Fetcher:
         if mine.reads[0].fragment == WHOLE:
             return MoveResult(bad=mine.reads)
         return MoveResult(wrong=mine.fragments)
+
+
+def _seen(
+    views: Iterable[ArenaView], generation: Generation, read: Read
+) -> tuple[SlotRecord, Bytes] | None:
+    for view in views:
+        for slot in view.slots.values():
+            if slot.record and _matches(slot.record, generation, read):
+                return slot.record, slot.data
+    return None
 
 
 def _matches(record: SlotRecord, generation: Generation, read: Read) -> bool:
@@ -234,7 +258,7 @@ def _serve_part(channel: Channel, record: SlotRecord, index: int, data: Bytes) -
     send_stream(
         channel,
         payload.size,
-        lambda i: payload[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES],
+        lambda i: np.require(payload[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES], requirements="W"),
         lambda _: None,
         lambda: trailer,
     )

@@ -10,7 +10,7 @@ from recovery.layout import Layout
 from recovery.manifest import WHOLE, Generation, SlotRecord, payload_bytes
 from recovery.session import RestoreContext
 from recovery.topology import Topology
-from replica.arena import Arena, Slot
+from replica.arena import Arena, ArenaView, Slot, left_over
 from replica.clock import Clock
 from replica.config import Config
 from replica.encode import EncodePass
@@ -23,8 +23,8 @@ from replica.timed_store import TimedStore
 class Job:
     """Frozen; what changes (slots, channels, keys) lives in its members.
 
-    ``store`` belongs to the background thread, ``front`` to the training thread; both under the
-    nonce's prefix.
+    ``store`` belongs to the background thread, ``front`` to the training thread, ``pairs`` to
+    ``links``, which either may use; all under the nonce's prefix.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Job:
     held_root: bytes
     store: Store
     front: TimedStore
+    pairs: TimedStore
     links: Links
     scratch_bytes: int
 
@@ -48,6 +49,17 @@ class Job:
     @property
     def world(self) -> int:
         return self.layout.topology.world
+
+    def left_over(self) -> list[ArenaView]:
+        """Arenas of this node that no rank opens any more and that this one answers for."""
+        node_id = self.arena.head.node_id
+        return left_over(
+            self.config.arena_dir,
+            self.name,
+            node_id,
+            ranks=len(self.topology.ranks_by_node[node_id]),
+            position=self.topology.position(self.rank),
+        )
 
     def restore_context(self, report: Report, number: int) -> RestoreContext:
         """What a restore session of this rank starts from."""

@@ -24,6 +24,8 @@ log = logging.getLogger("planaria")
 @dataclass
 class _Link:
     attempt: int = 0
+    swept: int = 0
+    """Attempts below this one have no keys in the store any more."""
     channel: Channel | None = None
     broken: bool = False
 
@@ -43,13 +45,18 @@ class Links:
         self._channel_timeout_s = channel_timeout_s
         self._links: dict[int, _Link] = {}
 
-    def ensure(self, peers: Iterable[int], timeout_s: float) -> dict[int, str]:
-        """Connect to every peer that is not connected; what failed, by peer, in words."""
+    def ensure(
+        self, peers: Iterable[int], timeout_s: float, given_up: Callable[[], bool] = lambda: False
+    ) -> dict[int, str]:
+        """Connect to every peer that is not connected; what failed, by peer, in words.
+
+        ``given_up`` is asked now and then; True ends the waiting: what it was for is over.
+        """
         deadline_s = self._clock.now_s() + timeout_s
         failed: dict[int, str] = {}
         for peer in sorted(peers, key=lambda p: (min(p, self._rank), max(p, self._rank))):
             try:
-                self._connect(peer, deadline_s)
+                self._connect(peer, deadline_s, given_up)
             except PeerError as error:
                 failed[peer] = str(error)
         return failed
@@ -87,7 +94,7 @@ class Links:
         self._store.set(self._key(peer, link.attempt, "broken"), b"1")
         link.broken = False
 
-    def _connect(self, peer: int, deadline_s: float) -> None:
+    def _connect(self, peer: int, deadline_s: float, given_up: Callable[[], bool]) -> None:
         link = self._links.setdefault(peer, _Link())
         if link.broken:
             self._tell_broken(peer, link)
@@ -99,7 +106,7 @@ class Links:
         name = self._key(peer, link.attempt, "group")
         self._store.set(self._key(peer, link.attempt, f"ready-{self._rank}"), b"1")
         theirs = self._key(peer, link.attempt, f"ready-{peer}")
-        if not self._wait(lambda: self._store.check([theirs]), deadline_s):
+        if not self._wait(lambda: self._store.check([theirs]), deadline_s, given_up):
             raise PeerError(f"rank {peer} was not ready to connect to rank {self._rank} in time")
         try:
             link.channel = self._transport.connect(
@@ -109,11 +116,21 @@ class Links:
             log.warning("rank %d: connecting to rank %d failed", self._rank, peer)
             self.break_off(peer)
             raise
+        self._sweep(peer, link)
 
-    def _wait(self, there: Callable[[], bool], deadline_s: float) -> bool:
+    def _sweep(self, peer: int, link: _Link) -> None:
+        """Both sides have come to this attempt, so nobody asks for the keys of earlier ones."""
+        for attempt in range(link.swept, link.attempt):
+            for what in ("broken", f"ready-{self._rank}", f"ready-{peer}"):
+                self._store.delete(self._key(peer, attempt, what))
+        link.swept = link.attempt
+
+    def _wait(
+        self, there: Callable[[], bool], deadline_s: float, given_up: Callable[[], bool]
+    ) -> bool:
         pause_s = POLL_FIRST_S
         while not there():
-            if self._clock.now_s() >= deadline_s:
+            if self._clock.now_s() >= deadline_s or given_up():
                 return False
             self._clock.pause(pause_s)
             pause_s = min(pause_s * 1.5, POLL_MAX_S)

@@ -16,7 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from erasure.digest import ALGORITHM
-from erasure.errors import PlanariaError
 from recovery.commit import held_root
 from recovery.errors import LayoutError, RecoveryError
 from recovery.layout import Layout, make_layout, parse_redundancy
@@ -24,7 +23,7 @@ from recovery.manifest import FORMAT_VERSION
 from recovery.topology import Topology
 from recovery.tree import dump, load
 from replica import errors
-from replica.arena import HELD, OWN, Arena
+from replica.arena import HELD, OWN, Arena, ArenaView, left_over
 from replica.clock import Clock
 from replica.config import Config, Options
 from replica.group import Group
@@ -33,8 +32,12 @@ from replica.links import Links
 from replica.memory import MemoryFacts, check_memory, memory_facts
 from replica.store import Store
 from replica.timed_store import TimedStore
+from replica.transport import Transport
 
 log = logging.getLogger("planaria")
+
+TOUCHED_BYTES_PER_S_MIN = 200e6
+"""Lowest rate at which a node is trusted to make its arenas before a deadline counts against it."""
 
 _SHARED_OPTIONS = ("redundancy", "interval_steps", "when_busy", "random_states", "timeout_s")
 _RAISABLE = {
@@ -190,6 +193,7 @@ class _Opening:
     sizes: list[int]
     arena: Arena
     clock: Clock
+    transport: Transport | None = None
 
     def finish(self) -> Job:
         group, options = self.group, self.config.options
@@ -198,13 +202,16 @@ class _Opening:
         self._check_memory(said)
         epoch = 1 + max(int(one["epoch"]) for one in said)
         nonce = str(said[0]["nonce"])
-        together(group, options.timeout_s, self._reserve)
+        # A replacement touches all its memory while the others, with theirs, wait for it.
+        most = max(self._node_bytes().values())
+        together(group, options.timeout_s + most / TOUCHED_BYTES_PER_S_MIN, self._reserve)
         together(group, options.timeout_s, lambda: self._fence(store, epoch, nonce))
         under = store.clone(f"{self.config.job}/{nonce}")
+        pairs = TimedStore(store.clone(f"{self.config.job}/{nonce}"), options.timeout_s)
         links = Links(
             group.rank,
-            group.transport(options.network_interface),
-            store.clone(f"{self.config.job}/{nonce}"),
+            self._transport(),
+            pairs,
             self.clock,
             options.timeout_s,
         )
@@ -217,6 +224,8 @@ class _Opening:
                 self.layout.redundancy,
                 sorted(set(self._node_bytes().values())),
             )
+            if options.redundancy == "auto" and not self.layout.redundancy.n:
+                log.warning("one node only: nothing survives its loss, only the loss of a process")
         return Job(
             name=self.config.job,
             config=self.config,
@@ -229,17 +238,38 @@ class _Opening:
             held_root=held_root([str(one["incarnation"]) for one in said]),
             store=under,
             front=TimedStore(store.clone(f"{self.config.job}/{nonce}"), options.timeout_s),
+            pairs=pairs,
             links=links,
             scratch_bytes=max(self.sizes),
         )
 
+    def _transport(self) -> Transport:
+        """Made in the first round, so that a network that one node lacks is refused by all."""
+        if self.transport is None:
+            self.transport = self.group.transport(self.config.options.network_interface)
+        return self.transport
+
     def _arena_facts(self, store: Store) -> dict[str, Any]:
-        known = [self.arena.head.epoch]
-        for slot in self.arena.slots.values():
-            if slot.record is not None:
-                known += [slot.record.generation.epoch, slot.record.fence_epoch]
+        self._transport()
+        topology, node_id = self.layout.topology, self.config.node_id
+        arenas: list[Arena | ArenaView] = [self.arena]
+        arenas += left_over(
+            self.config.arena_dir,
+            self.config.job,
+            node_id,
+            ranks=len(topology.ranks_by_node[node_id]),
+            position=topology.position(self.group.rank),
+        )
+        known = []
+        for arena in arenas:
+            known.append(arena.head.epoch if arena.head is not None else 0)
+            for slot in arena.slots.values():
+                if slot.record is not None:
+                    known += [slot.record.generation.epoch, slot.record.fence_epoch]
         if self.group.rank == 0:
-            known.append(_stored_epoch(store, self.config.job))
+            # Less than the others wait for this rank, so that they hear of it too.
+            timeout_s = self.config.options.timeout_s / 2
+            known.append(_stored_epoch(store, self.config.job, timeout_s))
         return {
             "epoch": max(known),
             "nonce": secrets.token_hex(16),
@@ -257,6 +287,14 @@ class _Opening:
 
     def _check_memory(self, said: Sequence[dict[str, Any]]) -> None:
         """Nodes on one machine and file system are checked together. Pure: the same everywhere."""
+        for node, ranks in self.layout.topology.ranks_by_node.items():
+            seen = {(m["boot_id"], m["device"]) for m in (said[rank]["memory"] for rank in ranks)}
+            if len(seen) > 1:
+                raise errors.ConfigError(
+                    f"{_ranks(ranks)} have the node id {node!r} and do not share their memory: "
+                    "give each machine a node id of its own (node_id= or PLANARIA_NODE_ID) and "
+                    "its ranks one arena_dir"
+                )
         homes: dict[tuple[str, int], list[int]] = {}
         for rank, one in enumerate(said):
             homes.setdefault((one["memory"]["boot_id"], one["memory"]["device"]), []).append(rank)
@@ -292,14 +330,20 @@ class _Opening:
     def _fence(self, store: Store, epoch: int, nonce: str) -> None:
         self.arena.update_head(epoch=epoch, nonce=nonce)
         if self.group.rank == 0:
-            store.clone(self.config.job).set("epoch", str(epoch).encode())
+            under = TimedStore(store.clone(self.config.job), self.config.options.timeout_s / 2)
+            try:
+                under.set("epoch", str(epoch).encode())
+            finally:
+                under.close()
 
 
-def _stored_epoch(store: Store, job: str) -> int:
-    under = store.clone(job)
-    if not under.check(["epoch"]):
-        return 0
-    text = under.get(["epoch"])[0].decode("ascii", "replace")
+def _stored_epoch(store: Store, job: str, timeout_s: float) -> int:
+    under = TimedStore(store.clone(job), timeout_s)
+    try:
+        raw = under.get(["epoch"])[0] if under.check(["epoch"]) else b"0"
+    finally:
+        under.close()
+    text = raw.decode("ascii", "replace")
     if not text.isdecimal() or len(text) > 18:
         raise errors.StoreError(f"the store's epoch of job {job!r} is {text!r}, expected a number")
     return int(text)

@@ -10,6 +10,8 @@ from erasure.digest import digest
 from erasure.errors import PlanariaError
 from recovery.inventory import Report, failures_of, report_of
 from recovery.session import Load, Move, MoveResult, NoteFailure
+from replica.arena import Arena, ArenaView
+from replica.errors import StoreError
 from replica.fetch import Fetched, Fetcher
 from replica.job import Job
 from replica.runner import MOVING_BYTES_PER_S_MIN, Handlers
@@ -32,9 +34,10 @@ class Restorer:
         self._started_s = job.clock.now_s()
 
     def report(self) -> Report:
-        """What this rank's arena holds."""
+        """What this rank's arena holds, and those that it answers for."""
         head = self._job.arena.head
-        records = [s.record for s in self._job.arena.slots.values() if s.record is not None]
+        arenas: list[Arena | ArenaView] = [self._job.arena, *self._job.left_over()]
+        records = [s.record for a in arenas for s in a.slots.values() if s.record is not None]
         return report_of(
             self._job.rank,
             self._job.name,
@@ -61,7 +64,13 @@ class Restorer:
         most = max(plan.received_bytes(rank) for rank in range(job.world))
         timeout_s = job.config.options.timeout_s + most / MOVING_BYTES_PER_S_MIN
         fetcher = Fetcher(job, plan, timeout_s)
-        self.fetched, result = fetcher.run()
+        try:
+            self.fetched, result = fetcher.run()
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - no memory, say: all hear it before the vote
+            fetcher.give_up()
+            return self._failed(error)
         self.received_bytes += fetcher.received_bytes
         self.local_bytes += fetcher.local_bytes
         self.seconds["transfer"] += fetcher.transfer_s
@@ -72,9 +81,14 @@ class Restorer:
             return result
         try:
             self._prepared = self._timed("load", lambda: self._prepare(fetched, plan.generation.id))
-        except PlanariaError as error:
-            return MoveResult(error=str(error))
+        except Exception as error:  # noqa: BLE001 - a user's object may raise anything
+            return self._failed(error)
         return result
+
+    def _failed(self, error: Exception) -> MoveResult:
+        self.load_error = error
+        ours = isinstance(error, PlanariaError)
+        return MoveResult(error=str(error) if ours else f"{type(error).__name__}: {error}")
 
     def _prepare(self, fetched: Fetched, generation: str) -> LoadPlan:
         prepared = self._snapshot.prepare(fetched.shard)

@@ -6,16 +6,17 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from erasure.errors import PlanariaError
-from recovery.commit import Connect, Exchange, ExchangeResult, Incoming, Settle
+from recovery.commit import Connect, Exchange, ExchangeResult, Incoming, Settle, decision_key
 from recovery.layout import Fragment
 from recovery.manifest import Generation, SlotRecord
 from replica.arena import HELD, Slot
 from replica.encode import EncodePass, ParityRing
 from replica.errors import ArenaError
 from replica.job import Job
-from replica.runner import Handlers
+from replica.runner import POLL_MAX_S, Handlers
 from replica.streams import Crew, Received, receive_stream, send_stream
 
 log = logging.getLogger("planaria")
@@ -66,6 +67,9 @@ class Saver:
             return
         with work.lock:
             work.over = True
+        if work.crew.unfinished():
+            # What goes on for a moment must not make or send parity where the next save does.
+            self._ring = ParityRing(self._job.layout.redundancy.code)
         for peer in sorted(work.open_peers):
             self._job.links.break_off(peer)
 
@@ -79,16 +83,17 @@ class Saver:
         return slot.number in self._quarantined
 
     def _left_s(self, work: SaveWork) -> float:
-        return max(0.0, work.deadline_s - self._job.clock.now_s())
+        return self._seconds_to(work.deadline_s)
+
+    def _seconds_to(self, time_s: float) -> float:
+        return max(0.0, time_s - self._job.clock.now_s())
 
     def _connect(self, work: SaveWork, action: Connect) -> Mapping[int, str]:
-        return self._job.links.ensure(action.peers, self._left_s(work))
+        given_up = partial(self._decided, work)
+        return self._job.links.ensure(action.peers, self._left_s(work), given_up)
 
     def _settle(self, work: SaveWork, action: Settle) -> Mapping[Fragment, str]:
-        with self._returned:
-            # What an aborted save left posted returns once both sides have given that pair up,
-            # which Connect has seen to: a moment, and the slots are ours again.
-            self._returned.wait_for(lambda: self.idle, self._left_s(work))
+        self._await_receives(work)
         answers: dict[Fragment, str] = {}
         taken: set[int] = set()
         for offer in action.offers:
@@ -103,6 +108,18 @@ class Saver:
             else:
                 answers[offer.fragment] = ""
         return answers
+
+    def _await_receives(self, work: SaveWork) -> None:
+        """What an aborted save left posted returns once both sides have given that pair up.
+
+        Connect has seen to that: a moment, and the slots may be used again.
+        """
+        while self._left_s(work) > 0:
+            with self._returned:
+                if self._returned.wait_for(lambda: self.idle, POLL_MAX_S):
+                    return
+            if self._decided(work):
+                return
 
     def _slot_for(self, work: SaveWork, offer: Incoming, taken: set[int]) -> Slot:
         arena = self._job.arena
@@ -168,21 +185,33 @@ class Saver:
         encode.deadline_s = work.deadline_s
         for fragment in action.send:
             self._send(work, encode, fragment)
-        failures: list[str] = []
-        try:
-            encode.run()
-            job.write_own(work.own, work.generation, work.shard_bytes, encode)
-        except PlanariaError as error:
-            encode.fail()
-            failures.append(str(error))
-        work.crew.join(lambda: self._left_s(work))
+        work.crew.start("encoding", encode.run, encode.fail)
+        ending = self._join(work)
         late = sorted(work.crew.unfinished())
-        failures += [text for _, text in sorted(work.crew.failures.items())]
-        failures += [f"{name}: still under way at the deadline" for name in late]
-        if not failures:
+        failures = [text for _, text in sorted(work.crew.failures.items())]
+        failures += [f"{name}: still under way {ending}" for name in late]
+        if encode.shard_digest:
+            job.write_own(work.own, work.generation, work.shard_bytes, encode)
+        if failures:
+            encode.fail()
+        else:
             work.open_peers.clear()
         with work.lock:
             return ExchangeResult(encode.shard_digest, dict(work.received), tuple(failures))
+
+    def _join(self, work: SaveWork) -> str:
+        """Wait until the streams have ended, the deadline passes or the save is aborted."""
+        while self._left_s(work) > 0:
+            turn_s = min(work.deadline_s, self._job.clock.now_s() + POLL_MAX_S)
+            if work.crew.join(partial(self._seconds_to, turn_s)):
+                return "at the end"
+            if self._decided(work):
+                return "when the save was aborted"
+        return "at the deadline"
+
+    def _decided(self, work: SaveWork) -> bool:
+        """Until this rank is HELD that means aborted: peers may never connect or send."""
+        return self._job.store.check([decision_key(work.generation)])
 
     def _send(self, work: SaveWork, encode: EncodePass, fragment: Fragment) -> None:
         channel = self._job.links.channel(fragment.holder)

@@ -90,7 +90,10 @@ class Stager:
             return self._skip(step, "a save is under way")
         self._sequence = admission.sequence
         self.last = ticket = Ticket(step)
-        identity = generation_id(job.name, job.nonce, step, admission.sequence)
+        # A rank that missed an admission may count from below, but never over a restore: the same
+        # step may come again after one, and is another generation.
+        sequence = (self._restores << 32) + admission.sequence
+        identity = generation_id(job.name, job.nonce, step, sequence)
         generation = Generation(job.epoch, step, identity)
         if driver.wait_decided(timeout_s):
             driver.change(lambda ledger: ledger.admit(generation))

@@ -28,6 +28,10 @@ log = logging.getLogger("planaria")
 IN_FLIGHT = 3
 
 
+class BadBytes(PeerError):
+    """The bytes came, and are not what their sender's digests say."""
+
+
 def chunks_of(length: int) -> int:
     """Number of chunks of a payload."""
     return -(-length // CHUNK_BYTES)
@@ -73,7 +77,7 @@ def receive_stream(channel: Channel, buffer: Bytes, posted: Callable[[], None]) 
     """Receive a payload into ``buffer``, uint8[length] exactly.
 
     ``posted`` is called once receives are posted.
-    Raises PeerError when bytes do not come or do not match the trailer.
+    Raises PeerError when bytes do not come, BadBytes when they do not match the trailer.
     """
     count, length = chunks_of(buffer.size), buffer.size
     trailer = np.empty((count + 1) * DIGEST_BYTES, np.uint8)
@@ -98,7 +102,7 @@ def receive_stream(channel: Channel, buffer: Bytes, posted: Callable[[], None]) 
     ours = b"".join(digests)
     if ours != told[:-DIGEST_BYTES]:
         bad = [i for i in range(count) if digests[i] != told[i * 16 : i * 16 + 16]]
-        raise PeerError(f"digest of chunks {bad} of {count} differs from what their sender says")
+        raise BadBytes(f"digest of chunks {bad} of {count} differs from what their sender says")
     return Received(ours, told[-DIGEST_BYTES:])
 
 

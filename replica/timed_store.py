@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from replica.at_exit import THREAD_PREFIX
-from replica.errors import StoreError
-from replica.store import Store
+from replica.errors import ConfigError, StoreError
+from replica.store import Client, Store, TorchStore
 
 T = TypeVar("T")
 
@@ -47,6 +47,13 @@ class TimedStore:
 
     def compare_set(self, key: str, value: bytes) -> bytes:
         return self._ask(lambda: self._store.compare_set(key, value))
+
+    def raw(self, prefix: str) -> Client:
+        """A fresh torch store under ``prefix``, which has no deadlines."""
+        store = self._store
+        if not isinstance(store, TorchStore):
+            raise ConfigError(f"a {type(store).__name__} is no torch store")
+        return self._ask(lambda: store.raw(prefix))
 
     def delete(self, key: str) -> None:
         self._ask(lambda: self._store.delete(key))

@@ -186,4 +186,7 @@ def _environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         # All nodes are on this host; the host's own name may resolve to nothing.
         "GLOO_SOCKET_IFNAME": "lo",
+        # torch's store asks for the name of each address that connects; a lost packet would cost
+        # five seconds each time.
+        "RES_OPTIONS": "timeout:1 attempts:1",
     }

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from replica.errors import ConfigError, PeerError
 from replica.store import Store, TorchStore
+from replica.timed_store import TimedStore
 from replica.transport import Bytes, Pending, check_buffer
 
 THREADS = 2
@@ -37,7 +38,7 @@ class GlooTransport:
         self, name: str, rank: int, peer: int, store: Store, timeout_s: float
     ) -> GlooChannel:
         """Join ``peer``; blocks until it comes. ``timeout_s`` bounds that and every later wait."""
-        if not isinstance(store, TorchStore):
+        if not isinstance(store, TorchStore | TimedStore):
             raise ConfigError(f"gloo needs a torch store, got {type(store).__name__}")
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()  # noqa: SLF001 - the public form sets no threads

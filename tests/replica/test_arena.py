@@ -568,7 +568,7 @@ def test_every_refusal_of_the_system_is_an_arena_error(open_arena, monkeypatch, 
 
 @pytest.mark.parametrize("umask", [0o000, 0o777])
 @pytest.mark.parametrize("user", [None, 65534])
-def test_modes_do_not_depend_on_the_umask(children, arena_dir, umask, user):
+def test_modes_do_not_depend_on_the_umask(arena_dir, children, umask, user):
     """Directories 0700, files 0600, with umask 0 and 0777, as root and as a user it binds."""
     if user is not None:
         if os.geteuid() != 0:
@@ -736,7 +736,7 @@ for number in range(rounds):
 """
 
 
-def test_of_two_slots_one_is_valid_after_every_kill(children, arena_dir, rng):
+def test_of_two_slots_one_is_valid_after_every_kill(arena_dir, children, rng):
     """A writer in a tight loop is killed 25 times at drawn moments; head and a slot stay valid."""
     child = children.start(KILLER, arena_dir, int(rng.integers(1 << 30)), 25)
     committed_before = 0
@@ -767,7 +767,7 @@ def test_the_layout_on_disk_is_what_the_module_says(open_arena, arena_dir):
     ]
 
 
-def test_an_audit_hook_sees_and_can_refuse_an_arena_dir(children, arena_dir):
+def test_an_audit_hook_sees_and_can_refuse_an_arena_dir(arena_dir, children):
     """All else is opened relative to a descriptor; the directory itself by its whole path."""
     code = """
 def hook(event, arguments):
@@ -787,7 +787,7 @@ say(len(os.listdir("/proc/self/fd")))
     assert child.hear() <= 5
 
 
-def test_listing_arenas_does_not_load_torch(children, arena_dir):
+def test_listing_arenas_does_not_load_torch(arena_dir, children):
     """A child that opens and cleans arenas has not imported torch: the command stays quick."""
     child = children.start(
         "Arena.open(DIR, **OPEN).close(); clean(DIR); say('torch' in sys.modules)", arena_dir

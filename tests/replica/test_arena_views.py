@@ -85,7 +85,7 @@ def test_a_view_outlives_its_slot(open_arena, arena_dir):
     assert int(view.slots[0].data.sum()) == 20_000
 
 
-def test_alive_means_that_the_owner_runs_and_has_it_open(children, arena_dir):
+def test_alive_means_that_the_owner_runs_and_has_it_open(arena_dir, children):
     """Alive while it runs, dead after SIGKILL, dead after close, whoever asks."""
     killed = children.start(OWNER, arena_dir, {"job": "killed"})
     closed = children.start(OWNER, arena_dir, {"job": "closed"})
@@ -140,7 +140,7 @@ while True:
 """
 
 
-def test_reading_is_safe_while_the_owner_writes(children, arena_dir):
+def test_reading_is_safe_while_the_owner_writes(arena_dir, children):
     """A writer that never rests is read 200 times: a head each time, and steps that never fall."""
     writer = children.start(WRITER, arena_dir)
     assert writer.hear() == "writing"
@@ -234,7 +234,7 @@ def test_a_head_that_cannot_be_read_says_why(open_arena, arena_dir, caplog):
 # --- cleaning
 
 
-def test_cleaning_removes_dead_arenas_and_empty_directories(children, arena_dir):
+def test_cleaning_removes_dead_arenas_and_empty_directories(arena_dir, children):
     """Of a killed, a closed and a living one the living one stays; nothing else is left."""
     paths = {}
     for job in ("killed", "closed", "living"):
@@ -275,7 +275,7 @@ def test_what_is_not_ours_in_an_arena_stays(open_arena, arena_dir):
     assert [path.name for path in Path(arena.path).iterdir()] == ["note.txt"]
 
 
-def test_a_job_between_two_incarnations_is_kept(children, arena_dir, caplog):
+def test_a_job_between_two_incarnations_is_kept(arena_dir, children, caplog):
     """The trainer is dead and its agent lives: the launcher will start it again, so it is kept."""
     trainer = children.start(OWNER, arena_dir, env={"TORCHELASTIC_RUN_ID": "job"})
     path = trainer.hear()
@@ -293,7 +293,7 @@ def test_an_arena_without_a_readable_head_can_be_cleaned(open_arena, arena_dir):
     assert clean(arena_dir) == [arena.path]
 
 
-def test_an_owner_without_its_lock_is_spared(children, arena_dir):
+def test_an_owner_without_its_lock_is_spared(arena_dir, children):
     """A living owner that lost the lock to a stray close is still found by its head."""
     lost = OWNER.replace("say(", "os.close(os.open(arena.path + '/lock', os.O_RDONLY)); say(", 1)
     owner = children.start(lost, arena_dir)
@@ -337,7 +337,7 @@ say([rounds, there])
 """
 
 
-def test_cleaning_against_a_job_that_starts(children, arena_dir):
+def test_cleaning_against_a_job_that_starts(arena_dir, children):
     """A job opens and closes 150 times while it is cleaned without rest: what it has stays."""
     job = children.start(STARTER, arena_dir)
     assert job.hear() == "started"
@@ -350,7 +350,7 @@ def test_cleaning_against_a_job_that_starts(children, arena_dir):
     assert list(arena_dir.iterdir()) == []
 
 
-def test_an_orphan_is_not_cleaned_away(children, arena_dir):
+def test_an_orphan_is_not_cleaned_away(arena_dir, children):
     """An orphan still writes, so its arena is kept: the job's next start will end it."""
     agent = (
         "import subprocess\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,37 @@ def test_the_constructor_touches_nothing(arena_dir, make):
     one.close()
     assert files(arena_dir) == []
     assert threading.active_count() == before
+
+
+def test_one_node_is_warned_that_nothing_survives_its_loss(make, caplog):
+    """redundancy="auto" on one node keeps own copies only and says so; "none" was asked for."""
+    with make({"x": 1}, redundancy="none") as one:
+        one.start()
+    assert "nothing survives" not in caplog.text
+    with make({"x": 1}) as one:
+        one.start()
+    assert "nothing survives its loss" in caplog.text
+
+
+def test_two_jobs_live_side_by_side(make):
+    """Two Checkpointers of unlike job names in one process save and restore their own."""
+    first, second = {"x": 1}, {"x": 2}
+    with make(first) as one, make(second, job="other") as two:
+        for step in (1, 2):
+            one.save(step).wait("committed", COMMIT_S)
+            two.save(10 * step).wait("committed", COMMIT_S)
+    first["x"] = second["x"] = 0
+    with make(first) as one, make(second, job="other") as two:
+        assert (one.restore(), two.restore()) == (2, 20)
+    assert (first["x"], second["x"]) == (1, 2)
+
+
+def test_too_little_memory_is_said_before_training(make, small_tmpfs):
+    """A state of 1 MiB needs twice that on a tmpfs of 2: ArenaFull with bytes needed and free."""
+    state = {"w": torch.zeros(1 << 17, dtype=torch.float64)}
+    with pytest.raises(replica.ArenaFull, match=r"node a: \d+ bytes needed.*\d+ bytes available"):
+        make(state, arena_dir=str(small_tmpfs)).start()
+    assert not [path for path in small_tmpfs.rglob("*") if path.suffix == ".safetensors"]
 
 
 def test_start_opens_once(arena_dir, make):
@@ -432,7 +464,7 @@ class Broken:
 
 
 def test_a_failed_save_is_a_warning_by_default(make, caplog):
-    """state_dict raises at step 2: warned and counted, the ticket raises, steps 1 and 3 are safe."""
+    """state_dict raises at step 2: warned, counted, the ticket raises; steps 1 and 3 are safe."""
     broken, events = Broken(), []
     with make({"b": broken}, on_event=events.append) as one:
         one.save(1).wait("committed", COMMIT_S)
@@ -488,11 +520,16 @@ def test_the_blocks_own_exception_is_never_hidden(make, caplog):
     """The body raises after a failing save, with on_error="raise": its own error comes out."""
     broken = Broken()
     one = make({"b": broken}, on_error="raise")
-    with pytest.raises(KeyError, match="mine"), one:
-        one.save(1).wait("committed", COMMIT_S)
-        broken.fails = True
-        one.save(2)
-        raise KeyError("mine")
+
+    def script():
+        with one:
+            one.save(1).wait("committed", COMMIT_S)
+            broken.fails = True
+            one.save(2)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        script()
     assert "while closing after KeyError" in caplog.text
 
 
@@ -508,7 +545,7 @@ def test_a_closed_one_cannot_be_used(make):
 
 
 def test_close_waits_for_the_save_under_way(make):
-    """save and close right after it, ten times: each last step is there at the next start."""
+    """Save, and close right after it, ten times: each last step is there at the next start."""
     for step in range(1, 11):
         with make({"w": torch.full((1000,), float(step))}) as one:
             one.save(step)
@@ -516,6 +553,22 @@ def test_close_waits_for_the_save_under_way(make):
         with make(state) as one:
             assert one.restore() == step
         assert state["w"].unique().tolist() == [step]
+
+
+def test_close_waits_no_longer_than_the_deadline(make, caplog):
+    """The last save cannot be decided: close returns by its deadline, and says what was lost."""
+    gate = Gate()
+    one = gated(make, gate, timeout_s=0.5)
+    one.save(1).wait("committed", COMMIT_S)
+    gate.shut.set()
+    ticket = one.save(2)
+    assert gate.reached.wait(COMMIT_S)
+    started_s = time.monotonic()
+    one.close()
+    assert time.monotonic() - started_s < 10
+    assert "the last save, step 2, was not committed: not decided within the 0.5 s" in caplog.text
+    assert ticket.failed
+    gate.open.set()
 
 
 def test_a_second_one_for_the_same_arena_in_this_process_is_refused(make):
@@ -534,7 +587,7 @@ class Gate:
         self.shut, self.reached = threading.Event(), threading.Event()
         self.open = threading.Event()
 
-    def __call__(self, rank, verb, key, value):
+    def __call__(self, _rank, verb, key, _value):
         """Wait at the gate while it is shut."""
         if self.shut.is_set() and verb == "set" and key.startswith("held/"):
             self.reached.set()

@@ -65,7 +65,7 @@ wait()
 
 
 @pytest.fixture
-def make_orphan(children, arena_dir):
+def make_orphan(arena_dir, children):
     """Return a function that makes an orphan: (its identity, its arena's path)."""
     made = []
 
@@ -161,7 +161,7 @@ def test_siblings_are_numbered_not_spelt(names, numbers):
 # --- with real processes
 
 
-def test_a_living_trainer_without_agent_is_a_second_job(children, arena_dir, open_arena):
+def test_a_living_trainer_without_agent_is_a_second_job(arena_dir, children, open_arena):
     """Its pid is named at once, it lives on and keeps the arena until it closes it."""
     owner = children.start(OWNER, arena_dir)
     pid, path = owner.hear()
@@ -173,7 +173,7 @@ def test_a_living_trainer_without_agent_is_a_second_job(children, arena_dir, ope
     assert (arena.path, int(arena.slots[0].data.sum()), arena.head.epoch) == (path, 7 * 4096, 3)
 
 
-def test_a_trainer_under_a_living_agent_is_a_second_job(children, arena_dir, open_arena):
+def test_a_trainer_under_a_living_agent_is_a_second_job(arena_dir, children, open_arena):
     """The agent is alive and not our parent (it is us): busy, with both pids, and it lives on."""
     owner = children.start(OWNER, arena_dir, env=TORCHRUN)
     pid, _ = owner.hear()
@@ -182,7 +182,7 @@ def test_a_trainer_under_a_living_agent_is_a_second_job(children, arena_dir, ope
     assert identify(pid) is not None
 
 
-def test_a_trainer_whose_agent_is_our_parent_is_ended(children, arena_dir):
+def test_a_trainer_whose_agent_is_our_parent_is_ended(arena_dir, children):
     """Two trainers under one agent: the second ends the first and finds its bytes."""
     first = children.start(OWNER, arena_dir, env=TORCHRUN)
     _, path = first.hear()
@@ -230,7 +230,7 @@ def test_an_orphan_that_lost_its_lock_is_found_by_its_head(make_orphan, open_are
     assert not orphan.alive
 
 
-def test_a_holder_that_has_not_written_its_head_is_waited_for(children, arena_dir, open_arena):
+def test_a_holder_that_has_not_written_its_head_is_waited_for(arena_dir, children, open_arena):
     """Only a lock: busy at the deadline, naming the pid; given back in time, the arena is ours."""
     code = """
 import fcntl
@@ -258,7 +258,7 @@ wait()
     assert len(opened) == 1
 
 
-def test_readers_in_the_owners_process_do_not_drop_its_lock(children, arena_dir):
+def test_readers_in_the_owners_process_do_not_drop_its_lock(arena_dir, children):
     """Reading and cleaning in the process that has the arena leaves the lock with it."""
     code = """
 arena = Arena.open(DIR, **OPEN)
@@ -277,7 +277,7 @@ wait()
     assert f"pid {owner.pid}" in text
 
 
-def test_a_forked_child_neither_has_nor_harms_its_parents_arena(children, arena_dir):
+def test_a_forked_child_neither_has_nor_harms_its_parents_arena(arena_dir, children):
     """The child may not change it, cannot open it, and its close leaves lock and head alone."""
     code = """
 arena = Arena.open(DIR, **OPEN)
@@ -306,7 +306,7 @@ wait()
     assert children.start(TRY, arena_dir).hear()[0] == "busy"
 
 
-def test_of_many_that_start_at_once_one_has_the_arena(children, arena_dir):
+def test_of_many_that_start_at_once_one_has_the_arena(arena_dir, children):
     """Six processes open one arena together: one succeeds, the others name its pid."""
     code = "wait()\n" + TRY
     starters = [children.start(code, arena_dir) for _ in range(6)]
@@ -319,7 +319,7 @@ def test_of_many_that_start_at_once_one_has_the_arena(children, arena_dir):
     assert all(f"pid {winners[0]} " in text for text in losers)
 
 
-def test_a_dead_owner_leaves_no_lock(children, arena_dir, open_arena):
+def test_a_dead_owner_leaves_no_lock(arena_dir, children, open_arena):
     """SIGKILL of the owner: the next open succeeds at once and finds what was there."""
     owner = children.start(OWNER, arena_dir)
     _, path = owner.hear()
@@ -328,7 +328,7 @@ def test_a_dead_owner_leaves_no_lock(children, arena_dir, open_arena):
     assert (arena.path, int(arena.slots[0].data.sum())) == (path, 7 * 4096)
 
 
-def test_a_hundred_killed_runs_use_no_more_than_one(children, arena_dir):
+def test_a_hundred_killed_runs_use_no_more_than_one(arena_dir, children):
     """Owners forked and killed 100 times: the directory has the files and bytes of one run."""
     code = """
 import signal

@@ -119,7 +119,7 @@ for number in range(rounds):
 """
 
 
-def test_one_frame_is_whole_after_every_kill(children, arena_dir, rng):
+def test_one_frame_is_whole_after_every_kill(arena_dir, children, rng):
     """A writer of 1 MiB values is killed 25 times: the last it finished, or the next, is there."""
     child = children.start(KILLER, arena_dir, int(rng.integers(1 << 30)), 25)
     torn_frames = 0

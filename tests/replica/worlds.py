@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -15,6 +16,12 @@ TIMEOUT_S = 20.0
 """Deadline of the Checkpointers, unless a test is about deadlines."""
 UNSAVED_STEP = 1000
 """Where a toy stands before anything is restored."""
+
+
+def names(text: str, rank: int) -> bool:
+    """Whether a sentence names a rank, alone or in a list."""
+    lists = re.findall(r"\branks? (\d+(?:, \d+)*)", text)
+    return str(rank) in ", ".join(lists).split(", ")
 
 
 class World:
