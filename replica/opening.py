@@ -287,11 +287,11 @@ class _Opening:
 
     def _check_memory(self, said: Sequence[dict[str, Any]]) -> None:
         """Nodes on one machine and file system are checked together. Pure: the same everywhere."""
-        for node, ranks in self.layout.topology.ranks_by_node.items():
-            seen = {(m["boot_id"], m["device"]) for m in (said[rank]["memory"] for rank in ranks)}
-            if len(seen) > 1:
+        for node, sharing in self.layout.topology.ranks_by_node.items():
+            memories = [said[rank]["memory"] for rank in sharing]
+            if len({(one["boot_id"], one["device"]) for one in memories}) > 1:
                 raise errors.ConfigError(
-                    f"{_ranks(ranks)} have the node id {node!r} and do not share their memory: "
+                    f"{_ranks(sharing)} have the node id {node!r} and do not share their memory: "
                     "give each machine a node id of its own (node_id= or PLANARIA_NODE_ID) and "
                     "its ranks one arena_dir"
                 )

@@ -45,7 +45,7 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
             if param.requires_grad:
                 local = local_of(param)
                 nbytes = local.numel() * local.itemsize
-                total += copies * (nbytes + _PER_TENSOR_BYTES) + 2 * _PER_TENSOR_BYTES
+                total += copies * (nbytes + _PER_TENSOR_BYTES) + _PER_TENSOR_BYTES
     return total
 
 

@@ -22,7 +22,7 @@ from replica.driver import Driver, Request
 from replica.errors import ArenaError, PeerError, StateError, StoreError
 from replica.image import ShardHeader
 from replica.job import Job
-from replica.runner import Runner
+from replica.runner import MOVING_BYTES_PER_S_MIN, Runner
 from replica.snapshot import NeedCapacity, Snapshot
 from replica.ticket import Ticket
 
@@ -90,6 +90,7 @@ class Stager:
             return self._skip(step, "a save is under way")
         self._sequence = admission.sequence
         self.last = ticket = Ticket(step)
+        ticket.limit_s = 2 * timeout_s
         # A rank that missed an admission may count from below, but never over a restore: the same
         # step may come again after one, and is another generation.
         sequence = (self._restores << 32) + admission.sequence
@@ -132,6 +133,8 @@ class Stager:
         slot, nbytes, refusal = None, 0, ""
         try:
             slot, nbytes = self._copy(generation)
+            sent_bytes = self._job.layout.redundancy.n * nbytes
+            ticket.limit_s += sent_bytes / MOVING_BYTES_PER_S_MIN
             ticket.advance("staged")
         # A user's state_dict may raise anything; all ranks hear it.
         except Exception as error:

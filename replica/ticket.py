@@ -14,6 +14,7 @@ class Ticket:
 
     Its stages: "staged" (copied; the caller may change the state), "held" (my fragments are kept
     by my peers), "committed" (everybody's are).
+    ``limit_s``: how long a ``wait`` without a limit of its own lasts at most.
     ``skipped``: nothing was saved at this step, and ``reason`` says why; that is no error.
     """
 
@@ -21,6 +22,7 @@ class Ticket:
         self.step = step
         self.skipped = skipped
         self.reason = reason
+        self.limit_s = 0.0
         self._stage = -1
         self._failed = False
         self._changed = threading.Condition()
@@ -40,11 +42,13 @@ class Ticket:
     def wait(self, stage: str = "committed", timeout_s: float | None = None) -> None:
         """Return when ``stage`` is reached, or at once for a skipped save.
 
+        ``timeout_s`` None: as long as the save may take by its deadlines, and its decision.
         Raises SaveFailed when the save was given up, TimeoutError naming the stage reached so far.
         """
         if stage not in STAGES:
             raise ConfigError(f"stage is {stage!r}, expected one of {STAGES}")
         wanted = STAGES.index(stage)
+        timeout_s = self.limit_s if timeout_s is None else timeout_s
         with self._changed:
             self._changed.wait_for(lambda: self._stage >= wanted or self._over(), timeout_s)
             if self._stage >= wanted or self.skipped:

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from erasure.errors import PlanariaError
+from replica.errors import StoreError
 from tests.replica.damage import lose
 from tests.replica.inprocess import Cluster
 
@@ -64,3 +65,19 @@ def test_a_store_that_freezes_before_ranks_connect_ends_a_restore(arena_dir, fro
     for error in cluster.outcomes(lambda me: me.ckpt.restore(), deadline_s=15):
         assert isinstance(error, PlanariaError)
     assert time.monotonic() - started < 8 * TIMEOUT_S
+
+
+def test_a_ticket_is_not_waited_for_for_ever(arena_dir):
+    """The store is gone for good once a save is held: wait() without a limit ends all the same."""
+
+    def gone(_, verb, key, __):
+        if verb == "compare_set" and key.startswith("decision/"):
+            raise StoreError("gone, says the test")
+
+    def body(me):
+        with pytest.raises(TimeoutError, match="step 1 is held"):
+            me.ckpt.save(1).wait()
+        return True
+
+    cluster = Cluster(arena_dir, ["a"], "none", hook=gone, timeout_s=TIMEOUT_S)
+    assert cluster.run(body, deadline_s=15) == [True]
