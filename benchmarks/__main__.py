@@ -17,7 +17,9 @@ def main() -> int:
     """Print one JSON object, or a line for each figure."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("name", choices=sorted(BENCHMARKS))
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
     options = parser.parse_args()
     figures = BENCHMARKS[options.name]()
     if options.json:

@@ -1,11 +1,13 @@
-"""How long ``save`` blocks the training, over one plain copy of the same bytes into warm tmpfs memory.
+"""How long ``save`` blocks training, over one plain copy of the same bytes to warm tmpfs memory.
 
-One process without a process group, 512 MiB of float32 in 64 CPU tensors. Each round measures, one after another so
-that a noisy machine disturbs all alike: the plain ``torch.Tensor.copy_`` of one tensor of as many bytes, the bare
-``np.copyto``, and ``save``. Every timed save waits for "committed" before the next round; right after its return
-all tensors are overwritten, and the committed bytes are compared with what was saved.
+One process without a process group, 512 MiB of float32 in 64 CPU tensors. Each round measures, one
+after another so that a noisy machine disturbs all alike: the plain ``torch.Tensor.copy_`` of one
+tensor of as many bytes, the bare ``np.copyto``, and ``save``. Every timed save waits for
+"committed" before the next round; right after its return all tensors are overwritten, and the
+committed bytes are compared with what was saved.
 
-A second series calls ``save`` again at once (``when_busy="wait"``), so that it blocks for the rest of the save before.
+A second series calls ``save`` again at once (``when_busy="wait"``), so that it blocks for the rest
+of the save before: the price of saving faster than the background work allows.
 """
 
 from __future__ import annotations
@@ -132,7 +134,7 @@ def _compare(home: Path, number: int) -> None:
         raise RuntimeError(f"the committed image has {len(values)} of {TENSORS} tensors")
     for index, value in enumerate(values):
         if not np.all(value == number * TENSORS + index):
-            raise RuntimeError(f"tensor {index} of save {number + 1} was committed with wrong bytes")
+            raise RuntimeError(f"tensor {index} of save {number + 1}: wrong bytes committed")
 
 
 def _fill(tensors: list[torch.Tensor], number: int) -> None:

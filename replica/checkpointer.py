@@ -19,7 +19,7 @@ from recovery.session import (
     restore_session,
 )
 from replica.clock import MonotonicClock
-from replica.config import Options
+from replica.config import WHEN_BUSY, Options, check_choice
 from replica.driver import Driver
 from replica.errors import ConfigError, PeerError, SaveFailed, StoreError
 from replica.group import as_group
@@ -134,17 +134,19 @@ class Checkpointer:
         self._emit(self._restore_event(outcome, restorer, job.clock.now_s() - started_s))
         return generation.step if generation is not None else None
 
-    def save(self, step: int) -> Ticket:
+    def save(self, step: int, *, when_busy: str | None = None) -> Ticket:
         """Save the state of all ranks as of now; once it returns, the caller may change the state.
 
         All ranks call it with the same steps, rising. While a save is under way the step is skipped
-        by all ranks together, or waits, by ``when_busy``. The first call waits until every rank has
-        planned and raises StateError on every rank when one has an unsupported value. Later
-        failures are told by ``on_error`` and the ticket.
+        by all ranks together, or waits, by ``when_busy`` (None: the option's value; "wait" suits
+        the last save of a run). The first call waits until every rank has planned and raises
+        StateError on every rank when one has an unsupported value. Later failures are told by
+        ``on_error`` and the ticket.
         """
         job, driver, stager = self._open()
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ConfigError(f"step is {step!r}, expected a whole number from 0")
+        busy = check_choice("when_busy", when_busy or self._options.when_busy, WHEN_BUSY)
         if driver.broken:
             raise SaveFailed(f"no further save is possible in this process: {driver.broken}")
         if step % self._options.interval_steps:
@@ -163,7 +165,7 @@ class Checkpointer:
         stager.plan_once()
         if not self._based:
             self._choose_base()
-        return stager.save(step)
+        return stager.save(step, wait=busy == "wait")
 
     def status(self) -> dict[str, Any]:
         """What is safe now. Before ``start`` only ``"open": False``.

@@ -19,6 +19,7 @@ log = logging.getLogger("planaria")
 Event = Mapping[str, Any]
 DEFAULT_ARENA_DIR = "/dev/shm"
 NAME_CHARS_MAX = 256
+WHEN_BUSY = ("skip", "wait")
 _REDUNDANCY = re.compile(r"auto|none|copies:\d{1,3}|stripe:\d{1,3}\+\d{1,3}")
 
 
@@ -55,8 +56,8 @@ class Options:
             raise ConfigError(f"redundancy is {self.redundancy!r}, expected {allowed}")
         for name in ("job", "node_id"):
             _check_name(name, getattr(self, name))
-        _check_choice("on_error", self.on_error, ("warn", "raise"))
-        _check_choice("when_busy", self.when_busy, ("skip", "wait"))
+        check_choice("on_error", self.on_error, ("warn", "raise"))
+        check_choice("when_busy", self.when_busy, WHEN_BUSY)
         if not _is_int(self.interval_steps) or self.interval_steps < 1:
             raise ConfigError(f"interval_steps is {self.interval_steps!r}, expected 1 or more")
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < 1e6:
@@ -138,9 +139,11 @@ def _check_name(what: str, value: str | None) -> str | None:
     return value
 
 
-def _check_choice(what: str, value: object, allowed: tuple[str, ...]) -> None:
+def check_choice(what: str, value: str, allowed: tuple[str, ...]) -> str:
+    """Return ``value``, which must be one of ``allowed``."""
     if value not in allowed:
         raise ConfigError(f"{what} is {value!r}, expected one of {allowed}")
+    return value
 
 
 def _is_int(value: object) -> bool:

