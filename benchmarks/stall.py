@@ -6,8 +6,9 @@ tensor of as many bytes, the bare ``np.copyto``, and ``save``. Every timed save 
 "committed" before the next round; right after its return all tensors are overwritten, and the
 committed bytes are compared with what was saved.
 
-A second series calls ``save`` again at once (``when_busy="wait"``), so that it blocks for the rest
-of the save before: the price of saving faster than the background work allows.
+A second series has the background work running: right after ``save`` returns the plain copy is
+timed beside it, and ``save`` is called again (``when_busy="wait"``), so that it also blocks for the
+rest of the save before: the price of saving faster than the background work allows.
 """
 
 from __future__ import annotations
@@ -60,13 +61,14 @@ def _measure(home: Path) -> dict[str, Any]:
                 times["copyto"].append(copyto_s)
                 times["save"].append(save_s)
     shutil.rmtree(home / f"planaria-{os.getuid()}")
-    busy_s = _back_to_back(tensors, home)
+    busy_s, beside_s = _back_to_back(tensors, home, lambda: target.copy_(source))
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
         "benchmark": "stall",
         "stall_over_memcpy": medians["save"] / medians["copy"],
         "stall_over_copyto": medians["save"] / medians["copyto"],
         "stall_back_to_back_over_memcpy": busy_s / medians["copy"],
+        "memcpy_beside_background_over_memcpy": beside_s / medians["copy"],
         "save_blocked_s": medians["save"],
         "save_back_to_back_s": busy_s,
         "memcpy_s": medians["copy"],
@@ -105,17 +107,22 @@ def _timed_save(
     return seconds
 
 
-def _back_to_back(tensors: list[torch.Tensor], home: Path) -> float:
-    seconds = []
+def _back_to_back(
+    tensors: list[torch.Tensor], home: Path, copy: Callable[[], Any]
+) -> tuple[float, float]:
+    """Medians of ``save`` without a pause, and of a plain copy beside its background work."""
+    saves, copies = [], []
     with _checkpointer(tensors, home, "wait") as ckpt:
         for number in range(WARM_UPS + ROUNDS):
             tickets: list[replica.Ticket] = []
             took_s = _timed(lambda: tickets.append(ckpt.save(number + 1)))  # noqa: B023
             if tickets[0].skipped:
                 raise RuntimeError(f"save {number + 1} was skipped: {tickets[0].reason}")
+            copy_s = _timed(copy)
             if number >= WARM_UPS:
-                seconds.append(took_s)
-    return statistics.median(seconds)
+                saves.append(took_s)
+                copies.append(copy_s)
+    return statistics.median(saves), statistics.median(copies)
 
 
 def _compare(home: Path, number: int) -> None:

@@ -84,7 +84,7 @@ class EncodePass:
         return self._parity(index)[fragment - self._code.k]
 
     def sent(self, fragment: int, index: int) -> None:
-        """Chunk ``index`` has left; its place in the ring is free once all parity left."""
+        """Chunk ``index`` has left; once all parity senders said so, its place is free."""
         if fragment in self._sent:
             with self._changed:
                 self._sent[fragment] = index + 1

@@ -34,8 +34,8 @@ def channels(timeout_s=WAIT_S):
 
 
 def random_bytes(size, seed=1):
-    """Make uint8[size] of random bytes."""
-    return np.frombuffer(np.random.default_rng(seed).bytes(size), np.uint8).copy()
+    """Make uint8[size] of random bytes, whose period is no multiple of a chunk."""
+    return np.resize(np.frombuffer(np.random.default_rng(seed).bytes(100_003), np.uint8), size)
 
 
 def blocks_of(payload):
@@ -249,7 +249,7 @@ def test_without_fragments_to_send_nothing_waits():
 def test_the_ring_waits_for_the_slowest_parity_sender():
     """Two parity senders, one idle: no block beyond the ring is made until it has sent."""
     code = Code(2, 2)
-    made = encode_pass(code, random_bytes(2 * 8 * CHUNK))
+    made = encode_pass(code, random_bytes(2 * 6 * CHUNK))
     ended = []
     thread = threading.Thread(target=lambda: ended.extend(outcomes(1, lambda _: made.run())))
     thread.start()
@@ -277,7 +277,7 @@ def expecting_failure():
 @pytest.mark.parametrize("where", ["encoder", "parity", "trailer"])
 def test_a_failing_sender_wakes_everybody(where):
     """Whoever waits for senders, for parity or for digests ends long before the deadline."""
-    made = encode_pass(Code(2, 1), random_bytes(2 * 8 * CHUNK))
+    made = encode_pass(Code(2, 1), random_bytes(2 * 6 * CHUNK))
     calls = {
         "encoder": made.run,
         "parity": lambda: made.block(2, 0),
@@ -307,7 +307,7 @@ def test_a_deadline_ends_a_wait_for_parity():
 def test_one_bad_connection_ends_an_exchange_for_all_its_streams():
     """Three senders of one pass, one channel dead: all end, the pass too, and the cause is kept."""
     code, crew = Code(2, 1), Crew()
-    made = encode_pass(code, random_bytes(2 * 8 * CHUNK))
+    made = encode_pass(code, random_bytes(2 * 6 * CHUNK))
     pairs = [channels() for _ in range(code.n)]
     pairs[2][1].close()
     buffers = [np.zeros(made.length(i), np.uint8) for i in range(code.n)]
