@@ -160,6 +160,8 @@ def _start(
         **variables,
         RUN_VARIABLE: place.run_id,
         NODE_VARIABLE: name,
+        # An agent that is killed leaves a directory of logs; so it goes with the work directory.
+        "TMPDIR": str(place.work_dir),
     }
     with place.log_path(name).open("wb") as log:
         return subprocess.Popen(
