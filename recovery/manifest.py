@@ -268,7 +268,7 @@ def _unframe(kind: int, raw: bytes) -> tuple[dict[str, Any], bytes]:
     if version not in READABLE_VERSIONS:
         raise FormatVersionError(
             f"record of format version {version}; this library reads {READABLE_VERSIONS}: "
-            "use the library version that wrote it, or remove it with `planaria clean`"
+            "use the library version that wrote it, or remove it with `planaria clean --job NAME`"
         )
     if got_kind != kind:
         raise ManifestError(f"record of kind {got_kind}, expected {kind}")

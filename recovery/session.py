@@ -195,6 +195,12 @@ def _outcome(frozen: Frozen, plan: RestorePlan | None, context: RestoreContext) 
     )
 
 
+def _by_rank(rank: int, text: str) -> str:
+    """``text`` with the rank in front, unless it says so itself."""
+    prefix = f"rank {rank}: "
+    return text if text.startswith(prefix) else prefix + text
+
+
 def _vote(
     context: RestoreContext, key: str, plan: RestorePlan, result: MoveResult
 ) -> Generator[Any, Any, dict[str, Any] | None]:
@@ -204,7 +210,7 @@ def _vote(
         "bad": [[r.owner, r.fragment, r.source] for r in result.bad],
         "silent": [[r.owner, r.fragment, r.source] for r in result.silent],
         "wrong": [[context.rank, list(result.wrong)]] if result.wrong else [],
-        "errors": [f"rank {context.rank}: {result.error}"] if result.error else [],
+        "errors": [_by_rank(context.rank, result.error)] if result.error else [],
     }
     moving = max((plan.received_bytes(rank) for rank in range(context.topology.world)), default=0)
     try:

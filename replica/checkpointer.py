@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import shlex
 import sys
 from collections.abc import MutableMapping
 from types import TracebackType
@@ -154,13 +155,17 @@ class Checkpointer:
         if stager.last is not None and step <= stager.last.step:
             if step == stager.last.step:
                 return stager.last
-            raise ConfigError(f"step {step} comes after step {stager.last.step} was saved")
+            raise ConfigError(
+                f"step {step} comes after step {stager.last.step} was saved: steps must rise"
+            )
         kept = self._restored
         if kept is not None and kept.epoch == job.epoch and step <= kept.step:
             # Two generations of one epoch and step would have no order.
             if step == kept.step:
                 return Ticket(step, skipped=True, reason="it is the step that was restored")
-            raise ConfigError(f"step {step} comes after step {kept.step} was restored")
+            raise ConfigError(
+                f"step {step} comes after step {kept.step} was restored: steps must rise"
+            )
         self._raise_failed(stager.last)
         stager.plan_once()
         if not self._based:
@@ -254,7 +259,8 @@ class Checkpointer:
             self._unusable = (
                 f"job {job.name!r} was saved by {outcome.world_saved} ranks and this run has "
                 f"{job.world}; resharding is not supported: start it with as many ranks as before, "
-                "or under another job= name, or remove its arenas with `planaria clean`"
+                "or under another job= name, or remove its arenas on every node with "
+                f"`planaria clean --job {shlex.quote(job.name)}`"
             )
             raise ConfigError(self._unusable)
         if job.rank == 0:

@@ -173,7 +173,7 @@ def _slot_line(slot: dict[str, Any]) -> str:
 
 _SUMMARIES = {
     "status": "show the arenas of running and dead jobs of this user on this host",
-    "clean": "remove arenas of this user's jobs that no living process uses",
+    "clean": "remove a job's arenas (--job, or --all) that no living process uses; else list them",
     "demo": "train on several nodes, kill some, and compare with an undisturbed run",
 }
 _COMMANDS: dict[str, Command] = {"status": _status, "clean": _clean, "demo": _demo}

@@ -81,6 +81,7 @@ class Findings:
             raise StateError(
                 f"rank {rank}: the saved and the live state do not match; nothing was changed. "
                 + "; ".join(parts)
+                + ". To begin anew, use another job= name, or `planaria clean --job NAME` first"
             )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -40,6 +41,7 @@ TOUCHED_BYTES_PER_S_MIN = 200e6
 """Lowest rate at which a node is trusted to make its arenas before a deadline counts against it."""
 
 _SHARED_OPTIONS = ("redundancy", "interval_steps", "when_busy", "random_states", "timeout_s")
+_UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _RAISABLE = {
     kind.__name__: kind
     for kind in (
@@ -68,7 +70,7 @@ def together(group: Group, timeout_s: float, work: Callable[[], Any]) -> list[An
     except Exception as error:  # noqa: BLE001 - a state_dict may raise anything
         raised = error
         kind = "ArenaError" if isinstance(error, OSError) else type(error).__name__
-        said = {"kind": kind, "error": str(error)}
+        said = {"kind": kind, "error": str(error).removeprefix(f"rank {group.rank}: ")}
         if kind not in _RAISABLE:
             said = {"kind": "StateError", "error": f"{kind}: {error}"}
     values = [load(raw, "a rank's word") for raw in group.exchange(dump(said), timeout_s)]
@@ -216,16 +218,7 @@ class _Opening:
             options.timeout_s,
         )
         if group.rank == 0:
-            log.info(
-                "job %r (named by %s): epoch %d, %s; arenas take %s bytes per node",
-                self.config.job,
-                self.config.job_source,
-                epoch,
-                self.layout.redundancy,
-                sorted(set(self._node_bytes().values())),
-            )
-            if options.redundancy == "auto" and not self.layout.redundancy.n:
-                log.warning("one node only: nothing survives its loss, only the loss of a process")
+            self._announce(epoch)
         return Job(
             name=self.config.job,
             config=self.config,
@@ -248,6 +241,26 @@ class _Opening:
         if self.transport is None:
             self.transport = self.group.transport(self.config.options.network_interface)
         return self.transport
+
+    def _announce(self, epoch: int) -> None:
+        """What concerns all ranks is said by rank 0."""
+        config, redundancy = self.config, self.layout.redundancy
+        log.info(
+            "job %r (named by %s): epoch %d, %s; arenas take %s bytes per node",
+            config.job,
+            config.job_source,
+            epoch,
+            redundancy,
+            sorted(set(self._node_bytes().values())),
+        )
+        if config.job_source == "TORCHELASTIC_RUN_ID" and _UUID.fullmatch(config.job):
+            log.warning(
+                "job %s: torchrun --standalone draws this name anew at each launch, which then "
+                "finds nothing to restore: pass job= or set PLANARIA_JOB",
+                config.job,
+            )
+        if config.options.redundancy == "auto" and not redundancy.n:
+            log.warning("one node only: nothing survives its loss, only the loss of a process")
 
     def _arena_facts(self, store: Store) -> dict[str, Any]:
         self._transport()

@@ -27,6 +27,13 @@ class Ticket:
         self._failed = False
         self._changed = threading.Condition()
 
+    def __repr__(self) -> str:
+        with self._changed:
+            reached = STAGES[self._stage] if self._stage >= 0 else "admitted"
+            if self.skipped or self._failed:
+                reached = f"{'skipped' if self.skipped else 'failed'}: {self.reason}"
+        return f"<Ticket of step {self.step}: {reached}>"
+
     @property
     def done(self) -> bool:
         """Committed, failed or skipped."""

@@ -124,7 +124,11 @@ class Encoder:
             return _encode_scalar(value)
         found = self._live(value) if self._live is not None else None
         if found is None:
-            raise Unsupported(value, "which is not one of the supported types")
+            raise Unsupported(
+                value,
+                "which is not one of the supported types: tensors, arrays, plain values, "
+                "containers of them, and objects with state_dict and load_state_dict",
+            )
         kind, state = found
         # Inside the state of an object no further object can be told where to load itself.
         live, self._live = self._live, None

@@ -90,16 +90,17 @@ def parse_demo_options(arguments: Sequence[str] | None = None) -> DemoOptions:
     parser = argparse.ArgumentParser(
         prog="planaria demo",
         description="Train on several nodes, kill some, replace them, go on, and compare with a "
-        "run that lost none.",
+        "run that lost none. Both loss curves go to demo.png in the working directory, where "
+        "matplotlib is installed.",
         epilog="Exits 0: equal; 1: different; 2: usage; 3: more nodes were killed than the layout "
         "allows, and the run said so and began anew; 4: the demo itself failed; 130: interrupted.",
     )
     add = parser.add_argument
     add("--nodes", type=int, default=4, help="nodes of the job (default 4)")
-    add("--kill", type=int, default=1, help="nodes killed at the same instant (default 1)")
+    add("--kill", type=int, default=1, help="how many die at the same instant (default 1)")
     add("--redundancy", default="auto", help="auto, none, copies:r or stripe:k+m (default auto)")
     add("--steps", type=int, default=40, help="training steps (default 40)")
-    add("--kill-process", action="store_true", help="kill a worker process only, keep its node")
+    add("--kill-process", action="store_true", help="kill worker processes only, keep nodes")
     add("--json", metavar="FILE", help="write the figures as JSON; - for standard output")
     add("--seed", type=int, default=0, help="of training, victims and instant (default 0)")
     add("--sabotage", action="store_true", help="flip one restored byte: must end as different")

@@ -36,8 +36,8 @@ class Story:
 def opening(options: DemoOptions) -> str:
     """Say what is going to happen."""
     layout = options.layout
-    victim = "worker process" if options.kill_process else "node"
-    will_die = f"1 {victim}" if options.kill == 1 else f"{options.kill} {victim}s at once"
+    victim, victims = ("worker", "workers") if options.kill_process else ("node", "nodes")
+    will_die = f"1 {victim}" if options.kill == 1 else f"{options.kill} {victims} at once"
     return (
         f"{options.nodes} nodes, {layout}, which survives the loss of {layout.survivable_nodes}; "
         f"{options.steps} steps, each saved; {will_die} will be killed; seed {options.seed}"

@@ -690,3 +690,16 @@ def test_an_unsupported_value_is_named_and_can_be_mended(make):
             one.save(1)
         del state["deep"]
         one.save(1).wait("committed", COMMIT_S)
+
+
+def test_a_name_that_is_drawn_at_each_launch_is_warned_of(arena_dir, monkeypatch, caplog):
+    """``torchrun --standalone`` names a job by a fresh UUID: said once; a name of one's own: not."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "0c4b8d7e-7f0e-4c57-9d3b-0f2f8f6f0a11")
+    with replica.Checkpointer({"step": 0}, arena_dir=str(arena_dir)) as ckpt:
+        ckpt.start()
+    assert "draws this name anew" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "my-run")
+    with replica.Checkpointer({"step": 0}, arena_dir=str(arena_dir)) as ckpt:
+        ckpt.start()
+    assert "draws this name anew" not in caplog.text
