@@ -693,7 +693,7 @@ def test_an_unsupported_value_is_named_and_can_be_mended(make):
 
 
 def test_a_name_that_is_drawn_at_each_launch_is_warned_of(arena_dir, monkeypatch, caplog):
-    """``torchrun --standalone`` names a job by a fresh UUID: said once; a name of one's own: not."""
+    """``torchrun --standalone`` names a job by a fresh UUID: warned of; a chosen name: not."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "0c4b8d7e-7f0e-4c57-9d3b-0f2f8f6f0a11")
     with replica.Checkpointer({"step": 0}, arena_dir=str(arena_dir)) as ckpt:
         ckpt.start()
