@@ -35,7 +35,7 @@ from replica.arena import Slot
 from replica.at_exit import THREAD_PREFIX
 from replica.errors import StoreError
 from replica.job import Job
-from replica.runner import MOVING_BYTES_PER_S_MIN, Runner
+from replica.runner import Runner
 from replica.saver import Saver, SaveWork
 from replica.ticket import Ticket
 
@@ -184,8 +184,7 @@ class Driver:
         self, request: Request, slot: Slot, context: SaveContext, facts: dict[str, Any]
     ) -> SaveOutcome:
         job, started_s = self.job, self.job.clock.now_s()
-        timeout_s = job.config.options.timeout_s
-        timeout_s += context.layout.redundancy.n * context.shard_bytes / MOVING_BYTES_PER_S_MIN
+        timeout_s = job.moving_timeout_s(job.layout.redundancy.n * request.shard_bytes)
         work = SaveWork(
             generation=request.generation,
             own=slot,
@@ -251,8 +250,7 @@ class Driver:
         stale = [
             slot
             for slot in held
-            if ledger.reusable(slot.record.generation if slot.record else None)
-            and not self._saver.quarantined(slot)
+            if ledger.reusable(slot.generation) and not self._saver.quarantined(slot)
         ]
         for slot in sorted(stale, key=lambda s: (s.capacity, s.number))[: max(0, surplus)]:
             arena.drop(slot)

@@ -16,20 +16,13 @@ import numpy as np
 from erasure.codec import Codec
 from erasure.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_digests, root_digest
 from recovery.errors import RecoveryError
-from recovery.manifest import WHOLE, Generation, SlotRecord
+from recovery.manifest import WHOLE, Generation, SlotRecord, chunk_count
 from recovery.plan import Read, Rebuild, RestorePlan
 from recovery.session import MoveResult
 from replica.arena import ArenaView, read_arenas
 from replica.job import Job
 from replica.streams import BadBytes, Crew, receive_stream, send_stream
 from replica.transport import Bytes, Channel
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A rank's verified shard: uint8[S], scratch memory or, when it lies there, the own slot."""
-
-    shard: Bytes
 
 
 @dataclass
@@ -61,8 +54,11 @@ class Fetcher:
         self.transfer_s = 0.0
         self.decode_s = 0.0
 
-    def run(self) -> tuple[Fetched | None, MoveResult]:
-        """Serve and fetch. The shard, or what the vote has to know."""
+    def run(self) -> tuple[Bytes | None, MoveResult]:
+        """Serve and fetch. This rank's verified shard, or None and what the vote has to know.
+
+        The shard is uint8[S]: scratch memory or, when it lies there, the own slot.
+        """
         job, clock = self._job, self._job.clock
         mine = self._plan.rebuilds[job.rank]
         started_s = clock.now_s()
@@ -90,7 +86,7 @@ class Fetcher:
         self.decode_s = clock.now_s() - moved_s
         if wrong is not None:
             return None, wrong
-        return Fetched(target.shard), MoveResult()
+        return target.shard, MoveResult()
 
     def give_up(self) -> None:
         """After ``run`` raised: break off every pair, so that no peer waits for our bytes."""
@@ -103,32 +99,26 @@ class Fetcher:
     def _target(self, mine: Rebuild) -> _Target:
         code, size = mine.kind.code, mine.kind.shard_bytes
         only = mine.reads[0]
-        if only.fragment == WHOLE and only.source == self._job.rank:
-            slot = self._own_slot(only)
-            shard = slot[:size] if slot is not None else np.empty(size, np.uint8)
-        else:
-            shard = np.empty(size, np.uint8)
+        here = only.fragment == WHOLE and only.source == self._job.rank
+        found = self._find(only) if here else None
+        shard = np.empty(size, np.uint8) if found is None else found[1][:size]
         parts = {i: shard[slice(*code.span(i, size))] for i in range(code.k)}
         for read in mine.reads:
             if read.fragment >= code.k:
                 parts[read.fragment] = np.empty(read.length, np.uint8)
         return _Target(shard, parts)
 
-    def _own_slot(self, read: Read) -> Bytes | None:
-        found = self._find(self._plan.generation, read)
-        return found[1] if found else None
-
-    def _find(self, generation: Generation, read: Read) -> tuple[SlotRecord, Bytes] | None:
+    def _find(self, read: Read) -> tuple[SlotRecord, Bytes] | None:
         """Record and bytes of a read that this rank serves: from its arena, else a left one."""
         for slot in self._job.arena.slots.values():
-            if slot.record is not None and _matches(slot.record, generation, read):
+            if slot.record is not None and _matches(slot.record, self._plan.generation, read):
                 return slot.record, slot.data
-        return _seen(self._job.left_over(), generation, read)
+        return _seen(self._job.left_over(), self._plan.generation, read)
 
     def _find_on_node(self, read: Read) -> tuple[SlotRecord, Bytes] | None:
         """Record and bytes of a read from any arena of this node; another rank's is read-only."""
         if read.source == self._job.rank:
-            return self._find(self._plan.generation, read)
+            return self._find(read)
         node_id = self._job.arena.head.node_id
         views = read_arenas(self._job.config.arena_dir, self._job.name, node_id)
         # What the source answers for beside its own arena has another rank in its head.
@@ -152,7 +142,7 @@ class Fetcher:
         return []
 
     def _start_serving(self, read: Read) -> None:
-        found = self._find(self._plan.generation, read)
+        found = self._find(read)
         channel = self._job.links.channel(read.to)
         name = f"serving fragment {read.fragment} of owner {read.owner} to rank {read.to}"
         self._open[name] = (read.to, read)
@@ -244,7 +234,8 @@ def _digests_of(record: SlotRecord, index: int) -> bytes:
     """The chunk digests of one fragment from the record of it, or of the whole shard."""
     if record.fragment != WHOLE:
         return record.chunk_digests
-    counts = [-(-record.code.length(i, record.shard_bytes) // CHUNK_BYTES) for i in range(record.k)]
+    facts = (record.shard_bytes, record.chunk_bytes)
+    counts = [chunk_count(record.code, i, *facts) for i in range(record.k)]
     start = sum(counts[:index]) * DIGEST_BYTES
     return record.chunk_digests[start : start + counts[index] * DIGEST_BYTES]
 

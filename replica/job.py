@@ -15,6 +15,7 @@ from replica.clock import Clock
 from replica.config import Config
 from replica.encode import EncodePass
 from replica.links import Links
+from replica.runner import MOVING_BYTES_PER_S_MIN
 from replica.store import Store
 from replica.timed_store import TimedStore
 
@@ -40,7 +41,6 @@ class Job:
     front: TimedStore
     pairs: TimedStore
     links: Links
-    scratch_bytes: int
 
     @property
     def topology(self) -> Topology:
@@ -60,6 +60,10 @@ class Job:
             ranks=len(self.topology.ranks_by_node[node_id]),
             position=self.topology.position(self.rank),
         )
+
+    def moving_timeout_s(self, nbytes: int) -> float:
+        """Deadline of what moves at most ``nbytes``: the option's, and the time that bytes take."""
+        return self.config.options.timeout_s + nbytes / MOVING_BYTES_PER_S_MIN
 
     def restore_context(self, report: Report, number: int) -> RestoreContext:
         """What a restore session of this rank starts from."""

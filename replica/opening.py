@@ -208,15 +208,10 @@ class _Opening:
         most = max(self._node_bytes().values())
         together(group, options.timeout_s + most / TOUCHED_BYTES_PER_S_MIN, self._reserve)
         together(group, options.timeout_s, lambda: self._fence(store, epoch, nonce))
-        under = store.clone(f"{self.config.job}/{nonce}")
-        pairs = TimedStore(store.clone(f"{self.config.job}/{nonce}"), options.timeout_s)
-        links = Links(
-            group.rank,
-            self._transport(),
-            pairs,
-            self.clock,
-            options.timeout_s,
-        )
+        # Three connections: one for each thread that may ask, and one for the pairs.
+        under, front, pairs = (store.clone(f"{self.config.job}/{nonce}") for _ in range(3))
+        timed = TimedStore(pairs, options.timeout_s)
+        links = Links(group.rank, self._transport(), timed, self.clock, options.timeout_s)
         if group.rank == 0:
             self._announce(epoch)
         return Job(
@@ -230,10 +225,9 @@ class _Opening:
             arena=self.arena,
             held_root=held_root([str(one["incarnation"]) for one in said]),
             store=under,
-            front=TimedStore(store.clone(f"{self.config.job}/{nonce}"), options.timeout_s),
-            pairs=pairs,
+            front=TimedStore(front, options.timeout_s),
+            pairs=timed,
             links=links,
-            scratch_bytes=max(self.sizes),
         )
 
     def _transport(self) -> Transport:

@@ -12,10 +12,11 @@ from recovery.inventory import Report, failures_of, report_of
 from recovery.session import Load, Move, MoveResult, NoteFailure
 from replica.arena import Arena, ArenaView
 from replica.errors import StoreError
-from replica.fetch import Fetched, Fetcher
+from replica.fetch import Fetcher
 from replica.job import Job
-from replica.runner import MOVING_BYTES_PER_S_MIN, Handlers
+from replica.runner import Handlers
 from replica.snapshot import LoadPlan, Snapshot
+from replica.transport import Bytes
 
 log = logging.getLogger("planaria")
 
@@ -26,7 +27,6 @@ class Restorer:
     def __init__(self, job: Job, snapshot: Snapshot) -> None:
         self._job, self._snapshot = job, snapshot
         self._prepared: LoadPlan | None = None
-        self.fetched: Fetched | None = None
         self.load_error: Exception | None = None
         self.received_bytes = 0
         self.local_bytes = 0
@@ -62,10 +62,9 @@ class Restorer:
         if action.attempt == 0:
             self.seconds["inventory"] = job.clock.now_s() - self._started_s
         most = max(plan.received_bytes(rank) for rank in range(job.world))
-        timeout_s = job.config.options.timeout_s + most / MOVING_BYTES_PER_S_MIN
-        fetcher = Fetcher(job, plan, timeout_s)
+        fetcher = Fetcher(job, plan, job.moving_timeout_s(most))
         try:
-            self.fetched, result = fetcher.run()
+            shard, result = fetcher.run()
         except StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - no memory, say: all hear it before the vote
@@ -75,12 +74,11 @@ class Restorer:
         self.local_bytes += fetcher.local_bytes
         self.seconds["transfer"] += fetcher.transfer_s
         self.seconds["decode"] += fetcher.decode_s
-        fetched = self.fetched
-        if fetched is None:
+        if shard is None:
             log.warning("rank %d: attempt %d: %s", job.rank, action.attempt, result)
             return result
         try:
-            self._prepared = self._timed("load", lambda: self._prepare(fetched, plan.generation.id))
+            self._prepared = self._timed("load", lambda: self._prepare(shard, plan.generation.id))
         except Exception as error:  # noqa: BLE001 - a user's object may raise anything
             return self._failed(error)
         return result
@@ -90,8 +88,8 @@ class Restorer:
         ours = isinstance(error, PlanariaError)
         return MoveResult(error=str(error) if ours else f"{type(error).__name__}: {error}")
 
-    def _prepare(self, fetched: Fetched, generation: str) -> LoadPlan:
-        prepared = self._snapshot.prepare(fetched.shard)
+    def _prepare(self, shard: Bytes, generation: str) -> LoadPlan:
+        prepared = self._snapshot.prepare(shard)
         if (prepared.header.generation, prepared.header.owner) != (generation, self._job.rank):
             raise PlanariaError(
                 f"the shard says that it is {prepared.header}, not owner {self._job.rank}'s"
@@ -107,7 +105,7 @@ class Restorer:
             self.load_error = error
             return f"{type(error).__name__}: {error}"
         finally:
-            self._prepared = self.fetched = None
+            self._prepared = None
         return ""
 
     def _note(self, action: NoteFailure) -> None:

@@ -130,7 +130,7 @@ class Saver:
             for slot in held
             if slot.number not in taken
             and not self.quarantined(slot)
-            and work.reusable(slot.record.generation if slot.record else None)
+            and work.reusable(slot.generation)
         ]
         fitting = [slot for slot in free if slot.capacity >= need]
         if fitting:

@@ -19,7 +19,7 @@ import numpy as np
 
 from erasure.digest import CHUNK_BYTES
 from recovery.errors import FormatVersionError, ManifestError
-from recovery.manifest import SlotRecord, decode_record, encode_record, record_capacity
+from recovery.manifest import Generation, SlotRecord, decode_record, encode_record, record_capacity
 from replica.errors import ArenaError, ArenaFull
 from replica.folder import Folder
 from replica.frames import FrameFile
@@ -69,6 +69,11 @@ class Slot:
         if self._data is None:
             raise ArenaError(f"slot {self.number} was dropped or its arena closed")
         return self._data
+
+    @property
+    def generation(self) -> Generation | None:
+        """The generation that the slot holds a part of; None: nothing."""
+        return self.record.generation if self.record else None
 
     @property
     def tensor(self) -> torch.Tensor:

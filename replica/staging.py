@@ -22,7 +22,7 @@ from replica.driver import Driver, Request
 from replica.errors import ArenaError, PeerError, StateError, StoreError
 from replica.image import ShardHeader
 from replica.job import Job
-from replica.runner import MOVING_BYTES_PER_S_MIN, Runner
+from replica.runner import Runner
 from replica.snapshot import NeedCapacity, Snapshot
 from replica.ticket import Ticket
 
@@ -137,7 +137,9 @@ class Stager:
         try:
             slot, nbytes = self._copy(generation)
             sent_bytes = self._job.layout.redundancy.n * nbytes
-            ticket.limit_s += sent_bytes / MOVING_BYTES_PER_S_MIN
+            ticket.limit_s = self._job.config.options.timeout_s + self._job.moving_timeout_s(
+                sent_bytes
+            )
             ticket.advance("staged")
         # A user's state_dict may raise anything; all ranks hear it.
         except Exception as error:
@@ -179,9 +181,7 @@ class Stager:
         """The own slot that is neither base nor anything undecided."""
         ledger = self._driver.read()
         own = [slot for slot in self._job.arena.slots.values() if slot.kind == OWN]
-        free = [
-            slot for slot in own if ledger.reusable(slot.record.generation if slot.record else None)
-        ]
+        free = [slot for slot in own if ledger.reusable(slot.generation)]
         if not free and len(own) >= 2:
             raise ArenaError("both own slots are in use")
         if not free:

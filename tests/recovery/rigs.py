@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+import pytest
+
 from erasure.digest import digest
 from recovery.actions import Await, Got, Publish
 from recovery.commit import (
@@ -38,6 +40,19 @@ from recovery.session import (
 from recovery.topology import Topology
 from recovery.tree import name_ranks
 from tests.recovery.world import with_edges
+
+# A fault at every action of every rank takes many runs: each layout with one kind of deadline.
+sweep = pytest.mark.parametrize(
+    ("redundancy", "nodes", "one_deadline"),
+    [
+        ("copies:1", (1, 1), True),
+        ("copies:1", (2, 2), False),
+        ("copies:2", (1, 1, 1), False),
+        ("stripe:2+1", (1, 1, 1, 1), True),
+        ("stripe:1+1", (2, 2, 2), False),
+        ("stripe:3+1", (1, 1, 1, 1, 1), True),
+    ],
+)
 
 GOOD, DAMAGED, FOREIGN = "good", "damaged", "foreign"
 NONCE = "0" * 32

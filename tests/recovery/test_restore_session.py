@@ -15,7 +15,7 @@ from recovery.manifest import WHOLE
 from recovery.plan import OWN, PEERS
 from recovery.session import RestoreAborted, RestoreHalfDone
 from recovery.topology import Topology
-from tests.recovery.rigs import DAMAGED, FOREIGN, RestoreRig, layout_of, topology_of
+from tests.recovery.rigs import DAMAGED, FOREIGN, RestoreRig, layout_of, sweep, topology_of
 from tests.recovery.world import Early, Raised, Returned, Silent, StoreDown, World
 
 SPREAD = [
@@ -27,18 +27,6 @@ SPREAD = [
     ("stripe:3+1", (1, 1, 1, 1, 1)),
 ]
 spread = pytest.mark.parametrize(("redundancy", "nodes"), SPREAD)
-# A fault at every action of every rank takes many runs: each layout with one kind of deadline.
-sweep = pytest.mark.parametrize(
-    ("redundancy", "nodes", "one_deadline"),
-    [
-        ("copies:1", (1, 1), True),
-        ("copies:1", (2, 2), False),
-        ("copies:2", (1, 1, 1), False),
-        ("stripe:2+1", (1, 1, 1, 1), True),
-        ("stripe:1+1", (2, 2, 2), False),
-        ("stripe:3+1", (1, 1, 1, 1, 1), True),
-    ],
-)
 
 
 def run(rig, seed, *faults, one_deadline=True, load_state=True):

@@ -29,7 +29,7 @@ from recovery.commit import (
 from recovery.manifest import WHOLE
 from recovery.offer import encode_offer
 from recovery.tree import dump
-from tests.recovery.rigs import SaveRig, generation_of, layout_of
+from tests.recovery.rigs import SaveRig, generation_of, layout_of, sweep
 from tests.recovery.world import Early, Returned, Silent, StoreDown, World
 
 CONFIGS = [
@@ -42,18 +42,6 @@ CONFIGS = [
     ("stripe:1+1", (2, 2, 2)),
 ]
 configs = pytest.mark.parametrize(("redundancy", "nodes"), CONFIGS)
-# A fault at every action of every rank takes many runs: each layout with one kind of deadline.
-sweep = pytest.mark.parametrize(
-    ("redundancy", "nodes", "one_deadline"),
-    [
-        ("copies:1", (1, 1), True),
-        ("copies:1", (2, 2), False),
-        ("copies:2", (1, 1, 1), False),
-        ("stripe:2+1", (1, 1, 1, 1), True),
-        ("stripe:1+1", (2, 2, 2), False),
-        ("stripe:3+1", (1, 1, 1, 1, 1), True),
-    ],
-)
 
 
 def run(rig, seed, *faults, store=None, one_deadline=True):
