@@ -17,9 +17,7 @@ from recovery.tree import name_ranks
 
 def late_in_group(layout: Layout, generation_id: str, rank: int) -> Generator[Any, Any, str]:
     """Say in words which ranks of ``rank``'s group are late, or "" when all keys are there."""
-    node = layout.topology.node_of_rank[rank]
-    (group,) = (group for group in layout.groups if node in group)
-    owners = [owner for name in group for owner in layout.topology.ranks_by_node[name]]
+    owners = layout.ranks_of_group(layout.group_of(rank))
     fragments = [f for owner in owners for f in layout.sent_by(owner)]
     stages = {
         "offer": {f"offer/{generation_id}/{owner}": owner for owner in owners},

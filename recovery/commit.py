@@ -1,21 +1,9 @@
-"""One generation, from admission to its decision: the state table, the admission, the save session.
-
-A rank's view of the newest generation is one of five states. The table says what may happen in
-each; every other event is a programming error and raises. What may be *reused* follows from the
-state alone (rule P1): until the decision has been read, neither the slots of the new generation nor
-those of the base may be touched.
-
-              staged   held    committed   aborted
-    ADMITTED  STAGED   -       -           ABORTED
-    STAGED    -        HELD    -           ABORTED
-    HELD      -        -       COMMITTED   ABORTED
-    COMMITTED and ABORTED are final: the next generation starts anew at ADMITTED.
-"""
+"""One generation, from its offers to its decision: the save session (see also ``ledger``)."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from erasure.digest import digest
@@ -23,91 +11,18 @@ from recovery.actions import Await, CompareSet, Decided, Got, Missing, Publish, 
 from recovery.blame import late_in_group
 from recovery.errors import RecoveryError
 from recovery.layout import Fragment, Layout
+from recovery.ledger import ABORTED, COMMITTED, HELD
 from recovery.manifest import Generation
 from recovery.offer import check_offer, encode_offer
-from recovery.tree import FANOUT, GatherFailed, gather, name_ranks, silent_ranks
-
-ADMITTED, STAGED, HELD, COMMITTED, ABORTED = "admitted", "staged", "held", "committed", "aborted"
-
-TRANSITIONS: Mapping[str, Mapping[str, str]] = {
-    ADMITTED: {STAGED: STAGED, ABORTED: ABORTED},
-    STAGED: {HELD: HELD, ABORTED: ABORTED},
-    HELD: {COMMITTED: COMMITTED, ABORTED: ABORTED},
-    COMMITTED: {},
-    ABORTED: {},
-}
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """What a rank knows: the base (newest generation that must be kept) and the newest attempt."""
-
-    base: Generation | None = None
-    current: Generation | None = None
-    state: str = ABORTED
-
-    @property
-    def decided(self) -> bool:
-        """The decision of the newest attempt has been read, so a new one may be admitted (P2)."""
-        return self.state in (COMMITTED, ABORTED)
-
-    def admit(self, generation: Generation) -> Ledger:
-        if not self.decided:
-            raise RecoveryError(
-                f"{generation.describe()} admitted while {self.current} is {self.state}"
-            )
-        return replace(self, current=generation, state=ADMITTED)
-
-    def rebase(self, base: Generation | None) -> Ledger:
-        """After a restore: what was restored must be kept until a newer one is committed."""
-        if not self.decided:
-            raise RecoveryError(f"rebased on {base} while {self.current} is {self.state}")
-        return replace(self, base=base)
-
-    def apply(self, event: str) -> Ledger:
-        """The ledger after ``event``; one that is not in the table raises and changes nothing."""
-        after = TRANSITIONS[self.state].get(event)
-        if after is None:
-            raise RecoveryError(f"event {event!r} in state {self.state!r} of {self.current}")
-        base = self.current if after == COMMITTED else self.base
-        return replace(self, base=base, state=after)
-
-    def reusable(self, generation: Generation | None) -> bool:
-        """May a slot that holds ``generation`` (None: nothing) be overwritten now?"""
-        if generation is None:
-            return True
-        if generation == self.base:
-            return False
-        return self.decided or generation != self.current
-
-
-@dataclass(frozen=True)
-class Admission:
-    """The one decision of all ranks whether a step is saved (P2)."""
-
-    take: bool
-    sequence: int
-
-    def encode(self) -> bytes:
-        return f"{'take' if self.take else 'skip'}:{self.sequence}".encode()
-
-
-def admission_key(step: int, restores: int = 0) -> str:
-    """Store key of the admission of ``step``; a restore before it may have led back over it."""
-    return f"admit/{restores}/{step}"
-
-
-def propose(sequence: int, ledger: Ledger) -> Admission:
-    """What the first rank to arrive proposes: take only if it has read the previous decision."""
-    return Admission(ledger.decided, sequence + 1 if ledger.decided else sequence)
-
-
-def parse_admission(raw: bytes) -> Admission:
-    """The admission that the store holds, or RecoveryError."""
-    word, _, number = raw.decode("ascii", "replace").partition(":")
-    if word not in ("take", "skip") or not number.isdecimal() or len(number) > 18:
-        raise RecoveryError(f"admission is {raw[:64]!r}, expected take:N or skip:N")
-    return Admission(word == "take", int(number))
+from recovery.tree import (
+    FANOUT,
+    GatherFailed,
+    GatherSpoiled,
+    encode_words,
+    gather,
+    name_ranks,
+    silent_ranks,
+)
 
 
 def decision_key(generation: Generation) -> str:
@@ -125,15 +40,19 @@ def parse_decision(raw: bytes) -> tuple[str, str]:
 
 def abort_value(reason: str) -> bytes:
     """The decision "aborted", with a bounded reason."""
-    return f"{ABORTED}:{reason[:2000]}".encode()
+    return f"{ABORTED}:".encode() + encode_words(reason)
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """A fragment that a peer has offered to this rank, with the length of the owner's shard."""
+    """A fragment that a peer has offered to this rank, with the length of the owner's shard.
+
+    ``shard_digest``: the digest of that shard in hex where it is known before, else "".
+    """
 
     fragment: Fragment
     shard_bytes: int
+    shard_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -280,7 +199,9 @@ def _settle(context: SaveContext) -> Generator[Any, Any, None]:
         raise _Abort(str(error)) from error
     answers = yield Settle(tuple(map(Incoming, held, sizes)))
     for fragment in held:
-        yield Publish(f"ready/{gen}/{fragment.owner}/{fragment.index}", answers[fragment].encode())
+        yield Publish(
+            f"ready/{gen}/{fragment.owner}/{fragment.index}", encode_words(answers[fragment])
+        )
     ready = yield from _await(
         context, {f"ready/{gen}/{rank}/{f.index}": f.holder for f in sent}, "READY"
     )
@@ -321,6 +242,8 @@ def _decide(context: SaveContext) -> Generator[Any, Any, bytes]:
         if failed.decided is not None:
             return failed.decided
         raise _Abort(f"not HELD by {name_ranks(failed.missing)} at the deadline") from failed
+    except GatherSpoiled as spoiled:
+        raise _Abort(f"HELD cannot be read: {spoiled}") from spoiled
     if root is not None:
         if root != context.held_root:
             raise _Abort("HELD was reported by an arena that is not the one agreed at start-up")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from recovery.errors import RecoveryError, Unrecoverable
 from recovery.inventory import (
@@ -12,15 +13,15 @@ from recovery.inventory import (
     Inventory,
     Report,
     choose,
-    decode_reports,
     encode_report,
     merge_reports,
+    reports_from,
     without,
 )
 from recovery.manifest import Generation
-from recovery.plan import Rejected, RestorePlan, make_plan
+from recovery.plan import Rejected, RestorePlan, make_plan, protection
 from recovery.topology import Topology
-from recovery.tree import dump, load
+from recovery.tree import dump, load, name_ranks
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Frozen:
         generation = self.choice.generation
         if generation is None or self.choice.world != topology.world:
             return None
+        odd = sorted({h.rank for h in self.inventory.holdings if h.rank >= topology.world})
+        if odd:
+            raise RecoveryError(
+                f"the frozen inventory names {name_ranks(odd)} of {topology.world} ranks"
+            )
         return make_plan(self.inventory, generation, topology, self.rejected)
 
 
@@ -51,9 +57,8 @@ def freeze(
     while True:
         choice = choose(inventory)
         own = tuple(h for h in inventory.holdings if h.generation == choice.generation)
-        if notes:
-            reason = f"{choice.reason}; {'; '.join(notes)}"
-            choice = Choice(choice.generation, choice.world, reason, choice.lost)
+        reason = "; ".join([choice.reason, *notes])
+        choice = replace(choice, reason=reason, **_kept(inventory, choice, topology))
         kept = Inventory(own, inventory.committed, inventory.failures)
         sets = (rejected or {}).get(choice.generation) if choice.generation else None
         frozen = Frozen(kept, choice, sets or frozenset())
@@ -66,6 +71,20 @@ def freeze(
             return frozen
 
 
+def _kept(inventory: Inventory, choice: Choice, topology: Topology) -> dict[str, Any]:
+    """The next older generation, if more nodes may be lost without losing it."""
+    chosen = choice.generation
+    if chosen is None or choice.world != topology.world:
+        return {}
+    ours = protection(inventory, chosen, topology)
+    known = {h.generation for h in inventory.holdings if h.world == topology.world}
+    for older in sorted((g for g in known if g.id not in inventory.failures), reverse=True):
+        theirs = protection(inventory, older, topology) if older < chosen else -1
+        if theirs >= 0:
+            return {"kept": older, "kept_protection": theirs} if theirs > ours else {}
+    return {}
+
+
 def encode_frozen(frozen: Frozen) -> bytes:
     """What the store carries; what was committed and what failed to load is in the reason."""
     by_rank: dict[int, list[Holding]] = {}
@@ -76,9 +95,9 @@ def encode_frozen(frozen: Frozen) -> bytes:
     return dump(
         {
             "reports": reports,
-            "generation": [generation.epoch, generation.step, generation.id]
-            if generation
-            else None,
+            "generation": _plain(generation),
+            "kept": _plain(frozen.choice.kept),
+            "kept_protection": frozen.choice.kept_protection,
             "world": frozen.choice.world,
             "reason": frozen.choice.reason,
             "lost": sorted(frozen.choice.lost.items()),
@@ -91,11 +110,19 @@ def decode_frozen(raw: bytes) -> Frozen:
     """What rank 0 wrote, or RecoveryError."""
     body = load(raw, "the frozen inventory")
     try:
-        inventory = merge_reports(decode_reports(dump(body["reports"])))
-        generation = Generation(*body["generation"]) if body["generation"] else None
+        inventory = merge_reports(reports_from(body["reports"]))
+        generation, kept = (
+            Generation(*body[name]) if body[name] else None for name in ("generation", "kept")
+        )
         lost = {int(owner): str(cause) for owner, cause in body["lost"]}
-        choice = Choice(generation, int(body["world"]), str(body["reason"]), lost)
+        told = (int(body["world"]), str(body["reason"]), lost)
+        choice = Choice(generation, *told, kept, int(body["kept_protection"]))
         rejected = frozenset((owner, tuple(fragments)) for owner, fragments in body["rejected"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecoveryError(f"the frozen inventory is not valid: {error}") from error
+    # An infinite number is an OverflowError.
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise RecoveryError(f"the frozen inventory is not valid: {error!r}") from error
     return Frozen(inventory, choice, rejected)
+
+
+def _plain(generation: Generation | None) -> list[Any] | None:
+    return None if generation is None else [generation.epoch, generation.step, generation.id]

@@ -8,6 +8,7 @@ length and shard digest, so a fragment that belongs to another shard is never co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 from erasure.code import Code
 from erasure.digest import DIGEST_BYTES
 from recovery.errors import ManifestError, RecoveryError
-from recovery.manifest import WHOLE, Generation, SlotRecord, payload_bytes
-from recovery.tree import load, name_ranks
+from recovery.manifest import MAX_WORLD, WHOLE, Generation, SlotRecord, payload_bytes
+from recovery.tree import dump, load, name_ranks
 
 IDENTICAL_FAILURES_MAX = 2
 """After this many identical failures to load a generation, restore steps back one (P19)."""
@@ -76,13 +77,17 @@ class Choice:
     """The generation to restore, or None, with the reason.
 
     ``world`` is the number of ranks that saved it. ``lost`` has the owners that cannot be rebuilt
-    in the newest generation that was passed over for them, with the cause.
+    in the newest generation that was passed over for them, with the cause. ``kept``: the next older
+    generation, when it is there for every owner and survives more losses, ``kept_protection``, than
+    the chosen one: until that is mended, it must be kept (P10).
     """
 
     generation: Generation | None
     world: int
     reason: str
     lost: Mapping[int, str] = field(default_factory=dict)
+    kept: Generation | None = None
+    kept_protection: int = -1
 
 
 def report_of(rank: int, job: str, records: Iterable[SlotRecord], **facts: Any) -> Report:
@@ -238,20 +243,52 @@ def encode_report(report: Report) -> list[Any]:
 def decode_reports(raw: bytes) -> tuple[Report, ...]:
     """The reports in a JSON list; ManifestError names what is wrong."""
     try:
-        return tuple(_decode_report(*item) for item in load(raw, "inventory"))
+        values = load(raw, "inventory")
+    except RecoveryError as error:
+        raise ManifestError(f"inventory: {error}") from error
+    return reports_from(values)
+
+
+def reports_from(values: Any) -> tuple[Report, ...]:
+    """The reports in parsed JSON; ManifestError names what is wrong."""
+    if not isinstance(values, list):
+        raise ManifestError(f"inventory: expected a list of reports, got {_short(values)}")
+    try:
+        return tuple(_decode_report(*item) for item in values)
     except ManifestError:
         raise
-    except (TypeError, ValueError, RecoveryError) as error:
+    except (TypeError, ValueError) as error:
         raise ManifestError(f"inventory: {error}") from error
 
 
+def merge_report_lists(values: Sequence[bytes]) -> bytes:
+    """Lists of reports as one, every report checked where it is merged first."""
+    found: list[Any] = []
+    for value in values:
+        items = load(value, "inventory")
+        reports_from(items)
+        found += items
+    return dump(found)
+
+
+def check_all_report(reports: Sequence[Report], world: int) -> None:
+    """Raise ManifestError unless there is one report of every rank and of nobody else."""
+    counts = Counter(report.rank for report in reports)
+    missing = sorted(set(range(world)) - set(counts))
+    odd = sorted(rank for rank, count in counts.items() if rank >= world or count > 1)
+    if missing or odd:
+        words = [f"no report of {name_ranks(missing)}"] if missing else []
+        words += [f"one too many of {name_ranks(odd)}"] if odd else []
+        raise ManifestError(f"inventory of {world} ranks: {' and '.join(words)}")
+
+
 def _decode_report(rank: Any, rows: Any, committed: Any, failures: Any) -> Report:
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-        raise ManifestError(f"inventory: rank is {rank!r}")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < MAX_WORLD:
+        raise ManifestError(f"inventory: rank is {_short(rank)}")
     holdings = tuple(_decode_row(rank, *row) for row in rows)
     newest = None if committed is None else Generation(*committed)
-    if not all(isinstance(gen, str) for gen in failures):
-        raise ManifestError(f"inventory of rank {rank}: failures are {failures!r}")
+    if not isinstance(failures, list) or not all(isinstance(gen, str) for gen in failures):
+        raise ManifestError(f"inventory of rank {rank}: failures are {_short(failures)}")
     return Report(rank, holdings, newest, tuple(failures))
 
 
@@ -259,13 +296,17 @@ def _decode_row(rank: int, *row: Any) -> Holding:
     epoch, step, gen, owner, fragment, world, k, m, shard_bytes, digest_hex = row
     numbers = (owner, fragment, world, shard_bytes)
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-        raise ManifestError(f"inventory of rank {rank}: {row!r}")
+        raise ManifestError(f"inventory of rank {rank}: {_short(row)}")
     code = Code(k, m)
-    if not (0 <= owner < world and WHOLE <= fragment < code.n and 0 <= shard_bytes < 1 << 50):
-        raise ManifestError(f"inventory of rank {rank}: {row!r} is out of range")
+    if not (
+        0 <= owner < world <= MAX_WORLD
+        and WHOLE <= fragment < code.n
+        and 0 <= shard_bytes < 1 << 50
+    ):
+        raise ManifestError(f"inventory of rank {rank}: {_short(row)} is out of range")
     raw = bytes.fromhex(digest_hex)
     if len(raw) != DIGEST_BYTES or raw.hex() != digest_hex:
-        raise ManifestError(f"inventory of rank {rank}: digest {digest_hex!r}")
+        raise ManifestError(f"inventory of rank {rank}: digest {_short(digest_hex)}")
     return Holding(
         Generation(epoch, step, gen),
         owner,
@@ -274,6 +315,11 @@ def _decode_row(rank: int, *row: Any) -> Holding:
         world,
         ShardKind(k, m, shard_bytes, digest_hex),
     )
+
+
+def _short(value: object) -> str:
+    """What came, for an error's sentence, cut at a bound."""
+    return repr(value)[:200]
 
 
 def _plain(generation: Generation) -> list[Any]:

@@ -154,6 +154,16 @@ class Layout:
         to = {fragment.holder for fragment in self.sent_by(rank)}
         return tuple(sorted(to | {fragment.owner for fragment in self.held_by(rank)}))
 
+    def group_of(self, rank: int) -> int:
+        """Number of the coding group that ``rank`` is in."""
+        node = self.topology.node_of_rank[rank]
+        return next(number for number, group in enumerate(self.groups) if node in group)
+
+    def ranks_of_group(self, number: int) -> tuple[int, ...]:
+        """Ranks of a coding group, rising."""
+        by_node = self.topology.ranks_by_node
+        return tuple(sorted(rank for node in self.groups[number] for rank in by_node[node]))
+
     def arena_bytes(self, rank: int, sizes: Sequence[int]) -> int:
         """Arena bytes of ``rank`` for two generations; ``sizes[owner]`` are shard bytes."""
         code = self.redundancy.code

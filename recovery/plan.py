@@ -118,7 +118,7 @@ def make_plan(
             raise Unrecoverable(
                 f"{generation.describe()}: owner {owner}: {explain(kinds, _any_k(sets))}"
             )
-        rebuilds.append(_rebuild(owner, *good[0], topology, load=load, rejected=rejected))
+        rebuilds.append(rebuild_owner(owner, *good[0], topology, load=load, rejected=rejected))
     return RestorePlan(generation, tuple(rebuilds))
 
 
@@ -126,7 +126,7 @@ def _any_k(sets: Mapping[int, Mapping[ShardKind, Sequence[Holding]]]) -> int:
     return next((kind.k for kinds in sets.values() for kind in kinds), 0)
 
 
-def _rebuild(
+def rebuild_owner(
     owner: int,
     kind: ShardKind,
     holdings: Sequence[Holding],
@@ -135,6 +135,10 @@ def _rebuild(
     load: list[int],
     rejected: Rejected,
 ) -> Rebuild:
+    """How one owner gets its shard from ``holdings``, which suffice.
+
+    ``load``: bytes that each rank serves so far; what this rebuild asks of them is added.
+    """
     wholes = [h for h in holdings if h.fragment == WHOLE]
     if wholes:
         best = min(wholes, key=lambda h: _whole_cost(h, topology, load))
@@ -208,15 +212,21 @@ def protection(inventory: Inventory, generation: Generation, topology: Topology)
     answer may be too low but never too high.
     """
     sets = shard_sets(h for h in inventory.holdings if h.generation == generation)
-    return min(_owner_protection(sets.get(owner, {}), topology) for owner in range(topology.world))
+    return min(
+        owner_protection(sets.get(owner, {}), topology.node_of_rank)
+        for owner in range(topology.world)
+    )
 
 
-def _owner_protection(kinds: Mapping[ShardKind, Sequence[Holding]], topology: Topology) -> int:
+def owner_protection(
+    kinds: Mapping[ShardKind, Sequence[Holding]], node_of_rank: Sequence[str]
+) -> int:
+    """The same for one owner, from its holdings by kind."""
     good = [(kind, some) for kind, some in kinds.items() if recoverable(kind, some)]
     if len(good) != 1:
         return -1
     kind, holdings = good[0]
-    places = [(topology.node_of_rank[h.rank], h.fragment) for h in holdings]
+    places = [(node_of_rank[h.rank], h.fragment) for h in holdings]
     wholes = frozenset(node for node, fragment in places if fragment == WHOLE)
     home: dict[int, str] = {}
     for node, fragment in sorted(places, key=lambda place: (place[0] in wholes, place)):

@@ -22,15 +22,28 @@ from recovery.inventory import (
     Holding,
     Inventory,
     Report,
+    check_all_report,
     decode_reports,
     encode_report,
+    merge_report_lists,
     merge_reports,
     without,
 )
 from recovery.manifest import Generation
 from recovery.plan import NONE, OWN, PEERS, Read, Rejected, RestorePlan, protection
 from recovery.topology import Topology
-from recovery.tree import GatherFailed, dump, gather, load, name_ranks, silent_ranks
+from recovery.tree import (
+    GatherFailed,
+    GatherSpoiled,
+    dump,
+    encode_words,
+    gather,
+    merge_texts,
+    name_ranks,
+    silent_ranks,
+    texts_from,
+)
+from recovery.vote import Named, Verdict, abort, count, encode_vote, merge_votes, read_verdict
 
 ATTEMPTS_MAX = 64
 SILENCES_MAX = 2
@@ -65,6 +78,18 @@ class MoveResult:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """Others could not verify these (owner, fragment or WHOLE) of ``generation`` in our arena.
+
+    Look at them, and withdraw the records of those that are damaged, so that they are mended.
+    Answer: None.
+    """
+
+    generation: Generation
+    places: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class Load:
     """Change the live objects. Answer: "" or what went wrong."""
 
@@ -93,7 +118,7 @@ class RestoreOutcome:
 
     ``protection``: how many more nodes may die without losing the restored generation. ``plan`` is
     what was done. ``world_saved`` differs from the job's world only when the restore was refused
-    for it.
+    for it. ``kept``, ``kept_protection``: see ``Choice``.
     """
 
     generation: Generation | None
@@ -103,6 +128,8 @@ class RestoreOutcome:
     plan: RestorePlan | None = None
     world_saved: int = 0
     lost: Mapping[int, str] = field(default_factory=dict)
+    kept: Generation | None = None
+    kept_protection: int = -1
 
 
 class RestoreAborted(RecoveryError):
@@ -131,19 +158,16 @@ def restore_session(
 
 def _restore(context: RestoreContext, *, load_state: bool) -> Generator[Any, Any, RestoreOutcome]:
     prefix = f"restore/{context.number}"
-    value = dump([encode_report(context.report)])
-    merged = yield from _gather(f"{prefix}/inventory", context, value, merge_lists)
-    inventory = merge_reports(decode_reports(merged)) if merged is not None else None
+    inventory, give_up = yield from _inventory(prefix, context)
     rejected: dict[Generation, Rejected] = {}
-    silences, mute = 0, ""
+    silences = 0
     for attempt in range(ATTEMPTS_MAX):
         key = f"{prefix}/{attempt}"
         if inventory is not None:
             mine = freeze(inventory, context.topology, rejected)
-            value = f"abort:{mute}".encode() if mute else encode_frozen(mine)
+            value = abort(give_up) if give_up else encode_frozen(mine)
             yield Publish(f"{key}/frozen", value)
-        frozen = _thaw((yield from _read_frozen(context, prefix, attempt)))
-        plan = frozen.plan(context.topology)
+        frozen, plan = _thaw(context, (yield from _read_frozen(context, prefix, attempt)))
         if plan is None or not load_state:
             return _outcome(frozen, plan, context)
         result = yield Move(plan, attempt)
@@ -156,22 +180,59 @@ def _restore(context: RestoreContext, *, load_state: bool) -> Generator[Any, Any
             raise _half_done(
                 plan.generation, f"rank {context.rank} lost the store: {lost}"
             ) from lost
+        doubted = {(owner, part) for owner, part, source in verdict.bad if source == context.rank}
+        if doubted:
+            yield Doubt(plan.generation, tuple(sorted(doubted)))
         if inventory is not None:
-            rejected[plan.generation] = frozen.rejected | _wrong(verdict)
-            inventory, patient = _erase(inventory, context.topology, rejected, plan, verdict)
+            rejected[plan.generation] = frozen.rejected | verdict.wrong
+            try:
+                inventory, patient = _erase(inventory, context.topology, rejected, plan, verdict)
+            except RecoveryError as error:
+                # Only rank 0 knows; raised here alone, the others would wait for its next word.
+                give_up = str(error)
+                continue
             silences += patient
-            mute = _mute(plan, verdict) if silences > SILENCES_MAX else ""
-    raise RestoreAborted(f"gave up after {ATTEMPTS_MAX} attempts")
+            give_up = _mute(plan, verdict) if silences > SILENCES_MAX else ""
+    raise RestoreAborted(
+        f"rank {context.rank}: {ATTEMPTS_MAX} attempts to restore each met new damage or silence; "
+        "start the job again"
+    )
 
 
-def _thaw(raw: bytes) -> Frozen:
+def _inventory(
+    prefix: str, context: RestoreContext
+) -> Generator[Any, Any, tuple[Inventory | None, str]]:
+    """On rank 0 all that the ranks hold, or nothing and why all must give up; elsewhere None."""
+    key, world = f"{prefix}/inventory", context.topology.world
+    value = dump([encode_report(context.report)])
+    try:
+        merged = yield from gather(key, context.rank, world, value, merge_report_lists)
+        if merged is None:
+            return None, ""
+        reports = decode_reports(merged)
+        check_all_report(reports, world)
+        return merge_reports(reports), ""
+    except GatherFailed as failed:
+        raise RestoreAborted(
+            f"no inventory from {name_ranks(failed.missing)} before the deadline"
+        ) from failed
+    except RecoveryError as error:
+        return Inventory(()), f"what a rank says that it holds cannot be read: {error}"
+
+
+def _thaw(context: RestoreContext, raw: bytes) -> tuple[Frozen, RestorePlan | None]:
     if raw.startswith(b"abort:"):
         raise RestoreAborted(raw.removeprefix(b"abort:").decode("utf-8", "replace"))
-    return decode_frozen(raw)
+    try:
+        frozen = decode_frozen(raw)
+        return frozen, frozen.plan(context.topology)
+    except RecoveryError as error:
+        # The same on every rank: all read the same bytes.
+        raise RestoreAborted(f"rank 0's word of what to restore cannot be used: {error}") from error
 
 
-def _mute(plan: RestorePlan, verdict: dict[str, Any]) -> str:
-    sources = name_ranks(sorted({source for _, _, source in verdict["silent"]}))
+def _mute(plan: RestorePlan, verdict: Verdict) -> str:
+    sources = name_ranks(sorted({source for _, _, source in verdict.silent}))
     return (
         f"{plan.generation.describe()} is there, but its bytes did not come from {sources}; "
         "to go back behind it would lose it, so start again"
@@ -191,7 +252,15 @@ def _outcome(frozen: Frozen, plan: RestorePlan | None, context: RestoreContext) 
     source = OWN if all(rebuild.source == OWN for rebuild in plan.rebuilds) else PEERS
     left = protection(frozen.inventory, plan.generation, context.topology)
     return RestoreOutcome(
-        plan.generation, choice.reason, source, left, plan, choice.world, choice.lost
+        plan.generation,
+        choice.reason,
+        source,
+        left,
+        plan,
+        choice.world,
+        choice.lost,
+        choice.kept,
+        choice.kept_protection,
     )
 
 
@@ -203,64 +272,45 @@ def _by_rank(rank: int, text: str) -> str:
 
 def _vote(
     context: RestoreContext, key: str, plan: RestorePlan, result: MoveResult
-) -> Generator[Any, Any, dict[str, Any] | None]:
+) -> Generator[Any, Any, Verdict | None]:
     """None: go. Else what to leave out in the next attempt. Raises RestoreAborted."""
-    mine = {
-        "plan": [plan.fingerprint()],
-        "bad": [[r.owner, r.fragment, r.source] for r in result.bad],
-        "silent": [[r.owner, r.fragment, r.source] for r in result.silent],
-        "wrong": [[context.rank, list(result.wrong)]] if result.wrong else [],
-        "errors": [_by_rank(context.rank, result.error)] if result.error else [],
-    }
+    mine = encode_vote(
+        plan.fingerprint(),
+        bad=result.bad,
+        silent=result.silent,
+        wrong=[(context.rank, result.wrong)] if result.wrong else [],
+        errors=[_by_rank(context.rank, result.error)] if result.error else [],
+    )
     moving = max((plan.received_bytes(rank) for rank in range(context.topology.world)), default=0)
     try:
         merged = yield from gather(
             f"{key}/moved",
             context.rank,
             context.topology.world,
-            dump(mine),
-            _merge_votes,
+            mine,
+            merge_votes,
             moving_bytes=moving,
         )
+        proposal = count(merged) if merged is not None else None
     except GatherFailed as failed:
-        raw = yield CompareSet(
-            f"{key}/vote", f"abort:no vote from {name_ranks(failed.missing)}".encode()
-        )
-        return _obey(bytes(raw))
-    if merged is not None:
-        raw = yield CompareSet(f"{key}/vote", _count(load(merged, "votes")))
-        return _obey(bytes(raw))
+        proposal = abort(f"no vote from {name_ranks(failed.missing)}")
+    except RecoveryError as error:
+        proposal = abort(f"what a rank votes cannot be read: {error}")
+    if proposal is not None:
+        return _obey(bytes((yield CompareSet(f"{key}/vote", proposal))))
     answer = yield Await((f"{key}/vote",), "the vote", None, moving)
     if isinstance(answer, Got):
         return _obey(answer.values[f"{key}/vote"])
     late = yield from silent_ranks(f"{key}/moved", context.topology.world)
-    raw = yield CompareSet(f"{key}/vote", f"abort:no vote from {name_ranks(late)}".encode())
+    raw = yield CompareSet(f"{key}/vote", abort(f"no vote from {name_ranks(late)}"))
     return _obey(bytes(raw))
 
 
-def _count(votes: dict[str, Any]) -> bytes:
-    if len(votes["plan"]) != 1:
-        return b"abort:ranks derived different plans from one inventory"
-    if votes["errors"]:
-        return f"abort:{'; '.join(votes['errors'])}".encode()[:60_000]
-    again = {name: votes[name] for name in ("bad", "silent", "wrong")}
-    if any(again.values()):
-        return b"again:" + dump(again)
-    return b"go:"
-
-
-def _obey(raw: bytes) -> dict[str, Any] | None:
-    word, _, rest = raw.decode("utf-8", "replace").partition(":")
-    if word == "go":
-        return None
-    if word == "again":
-        verdict: dict[str, Any] = load(rest.encode(), "the vote")
-        return verdict
-    raise RestoreAborted(rest or f"vote is {raw[:64]!r}")
-
-
-def _wrong(verdict: dict[str, Any]) -> Rejected:
-    return frozenset((owner, tuple(fragments)) for owner, fragments in verdict["wrong"])
+def _obey(raw: bytes) -> Verdict | None:
+    try:
+        return read_verdict(raw)
+    except RecoveryError as error:
+        raise RestoreAborted(str(error)) from error
 
 
 def _erase(
@@ -268,15 +318,15 @@ def _erase(
     topology: Topology,
     rejected: Mapping[Generation, Rejected],
     plan: RestorePlan,
-    verdict: dict[str, Any],
+    verdict: Verdict,
 ) -> tuple[Inventory, bool]:
     """What the next attempt starts from; whether it asks silent sources again.
 
     It does when without them there is only an older generation: bytes that did not come are not
     lost, and the older generation would be the new base (P18).
     """
-    damaged = without(inventory, _named(inventory, plan, verdict["bad"]))
-    asked = without(damaged, _named(damaged, plan, verdict["silent"]))
+    damaged = without(inventory, _named(inventory, plan, verdict.bad))
+    asked = without(damaged, _named(damaged, plan, verdict.silent))
 
     def same(left: Inventory) -> bool:
         return freeze(left, topology, rejected).choice.generation == plan.generation
@@ -286,8 +336,8 @@ def _erase(
     return asked, False
 
 
-def _named(inventory: Inventory, plan: RestorePlan, reads: list[Any]) -> list[Holding]:
-    names = {tuple(item) for item in reads}
+def _named(inventory: Inventory, plan: RestorePlan, reads: Sequence[Named]) -> list[Holding]:
+    names = set(reads)
     found = [
         h
         for h in inventory.holdings
@@ -308,11 +358,11 @@ def _load(
     errors = [f"rank {context.rank}: {error}"] if error else []
     try:
         merged = yield from gather(
-            done, context.rank, context.topology.world, dump(errors), merge_lists
+            done, context.rank, context.topology.world, dump(errors), merge_texts
         )
         if merged is not None:
-            said = "; ".join(load(merged, "what loading gave"))
-            raw = yield CompareSet(key, f"failed:{said}".encode() if said else b"loaded")
+            said = "; ".join(texts_from(merged))
+            raw = yield CompareSet(key, _failed(said) if said else b"loaded")
         else:
             answer = yield Await((key,), "the loaded decision")
             if not isinstance(answer, Got):
@@ -320,10 +370,16 @@ def _load(
             raw = answer.values[key]
     except GatherFailed as failed:
         text = f"no word of loading from {name_ranks(failed.missing)}"
-        raw = yield CompareSet(key, f"failed:{text}".encode())
+        raw = yield CompareSet(key, _failed(text))
+    except GatherSpoiled as spoiled:
+        raw = yield CompareSet(key, _failed(f"a word of loading cannot be read: {spoiled}"))
     if bytes(raw) != b"loaded":
         said = bytes(raw).decode("utf-8", "replace").removeprefix("failed:")
         raise _half_done(generation, said)
+
+
+def _failed(words: str) -> bytes:
+    return b"failed:" + encode_words(words)
 
 
 def _half_done(generation: Generation, why: str) -> RestoreHalfDone:
@@ -333,17 +389,6 @@ def _half_done(generation: Generation, why: str) -> RestoreHalfDone:
     )
 
 
-def _gather(
-    prefix: str, context: RestoreContext, value: bytes, merge: Any
-) -> Generator[Any, Any, bytes | None]:
-    try:
-        return (yield from gather(prefix, context.rank, context.topology.world, value, merge))
-    except GatherFailed as failed:
-        raise RestoreAborted(
-            f"no inventory from {name_ranks(failed.missing)} before the deadline"
-        ) from failed
-
-
 def _read_frozen(context: RestoreContext, prefix: str, attempt: int) -> Generator[Any, Any, bytes]:
     key = f"{prefix}/{attempt}/frozen"
     answer = yield Await((key,), "the frozen inventory of rank 0")
@@ -351,17 +396,3 @@ def _read_frozen(context: RestoreContext, prefix: str, attempt: int) -> Generato
         return answer.values[key]
     late = yield from silent_ranks(f"{prefix}/inventory", context.topology.world)
     raise RestoreAborted(f"no inventory from {name_ranks(late)} before the deadline")
-
-
-def merge_lists(values: Sequence[bytes]) -> bytes:
-    """Concatenate gathered JSON lists."""
-    return dump([item for value in values for item in load(value, "a gathered list")])
-
-
-def _merge_votes(values: Sequence[bytes]) -> bytes:
-    votes = [load(value, "a vote") for value in values]
-    merged = {
-        name: [item for vote in votes for item in vote[name]]
-        for name in ("bad", "silent", "wrong", "errors")
-    }
-    return dump({"plan": sorted({fp for vote in votes for fp in vote["plan"]}), **merged})

@@ -1,5 +1,8 @@
 """A gather up a tree of ranks: none reads more than ``FANOUT`` keys, nothing is all-to-all.
 
+A value that cannot be merged is not dropped and raises nowhere in between: it travels up in words,
+so that rank 0 can tell all ranks whose it was.
+
 Level 0 has one node per rank; node j of level l + 1 stands for nodes j * FANOUT ... of level l and
 is worked by the lowest rank under it, so rank 0 works the root. Every rank publishes its value at
 level 0; whoever works a node reads its children, merges and publishes.
@@ -18,8 +21,14 @@ from recovery.errors import RecoveryError
 FANOUT = 64
 BLAMED_MAX = 16
 """So many late nodes of a level are looked into when ranks are to be named."""
+WORD_BYTES_MAX = 1 << 28
+"""What another process says is not parsed when it is longer."""
 
 Merge = Callable[[Sequence[bytes]], bytes]
+"""Makes one value of several; RecoveryError when one of them is not what it should be."""
+
+_SPOILED = b"spoiled:"
+_WORDS_MAX = 2000
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,10 @@ class GatherFailed(RecoveryError):
         super().__init__(f"no word from {name_ranks(missing)}" if missing else "decided elsewhere")
         self.missing = missing
         self.decided = decided
+
+
+class GatherSpoiled(RecoveryError):
+    """A gather has a value that is not what was asked for; the words name the rank."""
 
 
 def nodes_worked_by(rank: int, world: int, fanout: int = FANOUT) -> tuple[Node, ...]:
@@ -75,7 +88,8 @@ def gather(
 ) -> Generator[Any, Any, bytes | None]:
     """Gather one value per rank; returns the merged value on rank 0, None elsewhere.
 
-    Raises GatherFailed when the deadline passes or the watched key is set.
+    Raises GatherFailed when the deadline passes or the watched key is set, and on rank 0
+    GatherSpoiled when a rank's value could not be merged.
     """
     yield Publish(key(prefix, 0, rank), value)
     merged = value
@@ -90,9 +104,45 @@ def gather(
             raise GatherFailed((), answer.value)
         if not isinstance(answer, Got):
             raise TypeError(f"the driver answered an Await with {answer!r}")
-        merged = merge([answer.values[k] for k in keys])
+        merged = _merged(node, [answer.values[k] for k in keys], merge, fanout)
         yield Publish(key(prefix, node.level, node.index), merged)
-    return merged if rank == 0 else None
+    if rank != 0:
+        return None
+    check_spoiled(merged)
+    return merged
+
+
+def spoil(reason: str) -> bytes:
+    """A value that says why there is none; ``check_spoiled`` raises it again elsewhere."""
+    return _SPOILED + encode_words(reason)
+
+
+def check_spoiled(value: bytes) -> None:
+    """Raise GatherSpoiled when ``value`` says that there is none."""
+    if value.startswith(_SPOILED):
+        raise GatherSpoiled(value.removeprefix(_SPOILED).decode("utf-8", "replace"))
+
+
+def encode_words(text: str) -> bytes:
+    """Words for the store, cut at a bound; what no UTF-8 can carry is shown as "?"."""
+    return text[:_WORDS_MAX].encode("utf-8", "replace")
+
+
+def _merged(node: Node, values: Sequence[bytes], merge: Merge, fanout: int) -> bytes:
+    spoiled = next((value for value in values if value.startswith(_SPOILED)), None)
+    if spoiled is not None:
+        return spoiled
+    try:
+        return merge(values)
+    except RecoveryError as error:
+        words = f"some rank under node {node.index} of level {node.level}: {error}"
+    for child, value in zip(node.children, values, strict=True):
+        try:
+            merge([value])
+        except RecoveryError as error:
+            worker = child * fanout ** (node.level - 1)
+            return spoil(f"rank {worker}: {error}")
+    return spoil(words)
 
 
 def silent_ranks(
@@ -140,7 +190,22 @@ def dump(value: object) -> bytes:
 
 def load(raw: bytes, what: str) -> Any:
     """JSON from another process; RecoveryError names ``what`` when it is not."""
+    if len(raw) > WORD_BYTES_MAX:
+        raise RecoveryError(f"{what} has {len(raw)} bytes, at most {WORD_BYTES_MAX} are taken")
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise RecoveryError(f"{what} is not JSON: {error}") from error
+
+
+def merge_texts(values: Sequence[bytes]) -> bytes:
+    """Concatenate gathered JSON lists of texts."""
+    return dump([text for value in values for text in texts_from(value)])
+
+
+def texts_from(raw: bytes) -> list[str]:
+    """A JSON list of texts from another process, or RecoveryError."""
+    texts = load(raw, "a list of texts")
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise RecoveryError(f"a list of texts is {str(texts)[:200]!r}")
+    return texts

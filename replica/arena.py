@@ -30,6 +30,7 @@ from typing import Any
 
 from erasure.digest import CHUNK_BYTES
 from recovery.manifest import MAX_HEAD_BYTES, ArenaHead, encode_head
+from recovery.slots import HELD, OWN, SlotFacts
 from replica.arena_views import (
     ArenaView,
     SlotView,
@@ -46,8 +47,6 @@ from replica.folder import Folder, folder_name, open_arena_dir, user_folder
 from replica.frames import FrameFile
 from replica.procs import my_agent, myself
 from replica.slot import (
-    HELD,
-    OWN,
     SUFFIXES,
     Slot,
     adopt_slot,
@@ -165,6 +164,10 @@ class Arena:
         with self._lock:
             return dict(self._slots)
 
+    def facts(self) -> tuple[SlotFacts, ...]:
+        """The slots as decisions see them, by number."""
+        return tuple(slot.facts for _, slot in sorted(self.slots.items()))
+
     @property
     def bytes_allocated(self) -> int:
         """Sum of the slots' capacities."""
@@ -179,9 +182,12 @@ class Arena:
             self.head = head
             return head
 
-    def allocate(self, nbytes: int, kind: str, chunk_bytes: int = CHUNK_BYTES) -> Slot:
+    def allocate(
+        self, nbytes: int, kind: str, chunk_bytes: int = CHUNK_BYTES, *, taken: bool = False
+    ) -> Slot:
         """Make a slot of exactly ``nbytes``: reserved, mapped, touched, holding nothing yet.
 
+        ``taken``: it is so from its first moment, and nobody else chooses it.
         ``kind`` is "own" or "held"; ``chunk_bytes`` the smallest chunk that a record of it will
         have. Raises ArenaFull, which says the bytes needed and free, and leaves nothing behind.
         """
@@ -197,6 +203,7 @@ class Arena:
         # writable.
         try:
             slot = create_slot(self._claim.folder, number, kind, nbytes, chunk_bytes)
+            slot.taken = taken
             with self._lock:
                 self._slots[number] = slot
         finally:

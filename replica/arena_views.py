@@ -70,7 +70,7 @@ def read_arenas(
     out.
     """
     views = []
-    for node, name in _arenas(arena_dir, job, node_id):
+    for node, name in arena_folders(arena_dir, job, node_id):
         try:
             with node.child(name, create=False) as folder:
                 view = _view(folder)
@@ -110,7 +110,7 @@ def clean(arena_dir: str | Path, job: str | None = None, *, dry_run: bool = Fals
     """
     removed = [
         f"{node.path}/{name}"
-        for node, name in _arenas(arena_dir, job)
+        for node, name in arena_folders(arena_dir, job)
         if remove_arena(node, name, dry_run=dry_run, spare_relaunched=True)
     ]
     if not dry_run:
@@ -146,10 +146,16 @@ def remove_arena(
 
 
 def remove_claimed(taken: Claim) -> None:
-    """Unlink every file of an arena that we have, and release it. The empty directory stays."""
+    """Unlink every file of an arena that we have, and release it. The empty directory stays.
+
+    A file of another user's stays too: it can only have been put there by the system's hand.
+    """
     for name in taken.folder.names():
         if name == HEAD or is_slot_file(name):
-            taken.folder.unlink(name)
+            try:
+                taken.folder.unlink(name)
+            except ArenaError as error:
+                log.warning("%s", str(error))
     # Last: until here whoever opens the arena waits for our lock, and then finds its file gone.
     taken.folder.unlink(LOCK)
     taken.release()
@@ -181,7 +187,7 @@ def _job_names(user: Folder, job: str | None) -> list[str]:
     return user.names() if job is None else [folder_name(job)]
 
 
-def _arenas(
+def arena_folders(
     arena_dir: str | Path, job: str | None, node_id: str | None = None
 ) -> Iterator[tuple[Folder, str]]:
     """Yield (node's directory, name in it) of each arena; the next step closes the directory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import shlex
 import sys
 from collections.abc import MutableMapping
@@ -23,9 +24,12 @@ from replica.clock import MonotonicClock
 from replica.config import WHEN_BUSY, Options, check_choice
 from replica.driver import Driver
 from replica.errors import ConfigError, PeerError, SaveFailed, StoreError
+from replica.fault_points import reach
+from replica.forked import watch
 from replica.group import as_group
 from replica.job import Job
 from replica.opening import open_job
+from replica.regrown import Regrown
 from replica.restorer import Restorer
 from replica.runner import Runner
 from replica.snapshot import Snapshot
@@ -75,7 +79,6 @@ class Checkpointer:
         self._based = False
         self._restored: Generation | None = None
         self._told: Ticket | None = None
-        self._protection = self._committed_before = 0
         self._unusable = ""
 
     def __enter__(self) -> Self:
@@ -112,9 +115,7 @@ class Checkpointer:
         raises RestoreAborted the live objects are as they were; after RestoreHalfDone the process
         must end. A job saved by another number of ranks is refused with ConfigError.
         """
-        job, driver, stager = self._open()
-        if not driver.wait_decided(self._options.timeout_s):
-            raise PeerError("a save is still under way; restore() waited for it in vain")
+        job, _, stager = self._open()
         restorer = Restorer(job, self._snapshot)
         started_s = job.clock.now_s()
         try:
@@ -125,7 +126,6 @@ class Checkpointer:
         except RecoveryError as error:
             raise error from restorer.load_error
         generation = outcome.generation
-        self._settle(outcome)
         self._restored = generation
         stager.rewind(self._restores)
         if generation is not None:
@@ -176,8 +176,9 @@ class Checkpointer:
         """What is safe now. Before ``start`` only ``"open": False``.
 
         ``committed_step``: newest committed step; ``protection``: how many more nodes may be lost
-        at one instant without losing it; ``may_lose_steps``: steps after it that were saved or are
-        being saved.
+        at one instant without losing it; ``protected``: "full" when that is all that the layout
+        can give, else "degraded", or "none"; ``may_lose_steps``: steps after it that were saved or
+        are being saved.
         """
         job, driver, stager = self._job, self._driver, self._stager
         if job is None or driver is None or stager is None:
@@ -185,8 +186,10 @@ class Checkpointer:
         ledger = driver.read()
         base = ledger.base
         last = stager.last.step if stager.last is not None else None
-        committed = driver.counts.committed > self._committed_before
-        protection = job.layout.redundancy.survivable_nodes if committed else self._protection
+        full = job.layout.redundancy.survivable_nodes
+        protected = "full" if driver.protection == full > 0 else "degraded"
+        if base is None or not full or driver.protection < 0:
+            protected = "none"
         return {
             "open": True,
             "job": job.name,
@@ -196,13 +199,16 @@ class Checkpointer:
             "redundancy": str(job.layout.redundancy),
             "committed_step": base.step if base else None,
             "restored_step": self._restored.step if self._restored else None,
-            "protection": protection if base else None,
+            "protection": driver.protection if base else None,
+            "protected": protected,
             "may_lose_steps": None if last is None else last - (base.step if base else 0),
             "busy": not ledger.decided,
             "bytes_held": job.arena.bytes_allocated,
             "saves_committed": driver.counts.committed,
             "saves_aborted": driver.counts.aborted,
             "saves_skipped": driver.counts.skipped,
+            "mended": driver.counts.mended,
+            "slots_damaged": driver.counts.damaged,
             "last_error": driver.counts.last_error,
         }
 
@@ -217,12 +223,22 @@ class Checkpointer:
         if self._unusable:
             raise ConfigError(f"this Checkpointer cannot be used any more: {self._unusable}")
         if self._job is None or self._driver is None or self._stager is None:
-            group = as_group(self._group_given)
+            group = self._group_given = as_group(self._group_given)
             job = open_job(self._options, group, self._snapshot.estimate_bytes, MonotonicClock())
             self._job, self._driver = job, Driver(job, self._emit)
             self._stager = Stager(job, self._driver, self._snapshot)
             atexit.register(self._at_exit)
+            watch(self, Checkpointer._leave_to_parent)
         return self._job, self._driver, self._stager
+
+    def _leave_to_parent(self) -> object:
+        """In a forked child: let go of everything, and return what must not be destroyed here."""
+        left = (self._job, self._driver, self._stager, self._group_given)
+        if self._job is not None:
+            self._job = self._driver = self._stager = None
+            self._unusable = f"it is open in pid {os.getppid()}, of which this is a forked child"
+            atexit.unregister(self._at_exit)
+        return left
 
     def _raise_failed(self, last: Ticket | None) -> None:
         """With ``on_error="raise"``: a failed save raises in the next call, once."""
@@ -233,27 +249,32 @@ class Checkpointer:
             raise SaveFailed(f"step {last.step} was not committed: {last.reason}")
 
     def _session(self, restorer: Restorer, *, load_state: bool) -> RestoreOutcome:
-        job, _, _ = self._open()
-        context = job.restore_context(restorer.report(), self._restores)
-        self._restores += 1
-        try:
-            job.links.tell_all_broken()
-        except StoreError as error:
-            raise RestoreAborted(f"rank {job.rank} lost the store: {error}") from error
-        return Runner(job.front, job.clock).run(
-            restore_session(context, load_state=load_state),
-            restorer.handlers(),
-            timeout_s=self._options.timeout_s,
-            per_wait=True,
-        )
+        job, driver, _ = self._open()
+        timeout_s = self._options.timeout_s
+        with driver.held(timeout_s) as stands_still:
+            if not stands_still:
+                raise PeerError("a save is still under way; restore() waited for it in vain")
+            context = job.restore_context(restorer.report(), self._restores)
+            self._restores += 1
+            try:
+                job.links.tell_all_broken()
+            except StoreError as error:
+                raise RestoreAborted(f"rank {job.rank} lost the store: {error}") from error
+            outcome = Runner(job.front, job.clock).run(
+                restore_session(context, load_state=load_state),
+                restorer.handlers(),
+                timeout_s=timeout_s,
+                per_wait=True,
+            )
+            self._settle(outcome, restorer.regrown)
+            return outcome
 
     def _choose_base(self) -> None:
         """A save without a restore before it must not overwrite the newest generation there is."""
         job, _, _ = self._open()
-        outcome = self._session(Restorer(job, self._snapshot), load_state=False)
-        self._settle(outcome)
+        self._session(Restorer(job, self._snapshot), load_state=False)
 
-    def _settle(self, outcome: RestoreOutcome) -> None:
+    def _settle(self, outcome: RestoreOutcome, regrown: Regrown | None) -> None:
         job, driver, _ = self._open()
         if outcome.world_saved not in (0, job.world):
             self._unusable = (
@@ -265,9 +286,8 @@ class Checkpointer:
             raise ConfigError(self._unusable)
         if job.rank == 0:
             log.log(logging.WARNING if outcome.lost else logging.INFO, "%s", outcome.reason)
-        self._based, self._protection = True, outcome.protection
-        self._committed_before = driver.counts.committed
-        driver.change(lambda ledger: ledger.rebase(outcome.generation))
+        self._based = True
+        driver.restored(outcome, self._restores, regrown)
 
     def _restore_event(
         self, outcome: RestoreOutcome, restorer: Restorer, total_s: float
@@ -309,6 +329,7 @@ class Checkpointer:
         job, driver, stager = self._job, self._driver, self._stager
         if job is None or driver is None or stager is None:
             return
+        reach("close")
         self._job = self._driver = self._stager = None
         self._unusable = self._unusable or "it is closed"
         atexit.unregister(self._at_exit)

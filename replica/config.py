@@ -47,6 +47,8 @@ class Options:
     """Deadline of a save, and of each phase of a restore, beside the time that bytes take."""
     random_states: bool = True
     """Keep the random states of torch (CPU, CUDA), numpy and Python."""
+    scrub_bytes_per_s: float = 64e6
+    """Rate at which idle memory is verified again between two saves; 0: never."""
     network_interface: str | None = None
     """Network interface for bulk bytes; None: GLOO_SOCKET_IFNAME, else torch's choice."""
 
@@ -62,6 +64,10 @@ class Options:
             raise ConfigError(f"interval_steps is {self.interval_steps!r}, expected 1 or more")
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < 1e6:
             raise ConfigError(f"timeout_s is {self.timeout_s!r}, expected seconds above 0")
+        if not isinstance(self.scrub_bytes_per_s, int | float) or self.scrub_bytes_per_s < 0:
+            raise ConfigError(
+                f"scrub_bytes_per_s is {self.scrub_bytes_per_s!r}, expected 0 or more"
+            )
         if self.on_event is not None and not callable(self.on_event):
             raise ConfigError(f"on_event is {self.on_event!r}, expected a callable or None")
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from erasure.errors import PlanariaError
 from recovery.actions import StoreLost
 from recovery.commit import (
-    COMMITTED,
-    HELD,
-    STAGED,
     KeyLog,
-    Ledger,
     Prepared,
     SaveContext,
     SaveOutcome,
@@ -29,12 +26,18 @@ from recovery.commit import (
     resolve,
     save_session,
 )
+from recovery.ledger import COMMITTED, HELD, STAGED, Ledger
 from recovery.manifest import Generation
-from replica.arena import HELD as HELD_SLOT
+from recovery.mend import give_way
+from recovery.session import RestoreOutcome
+from recovery.slots import surplus_slots
 from replica.arena import Slot
 from replica.at_exit import THREAD_PREFIX
 from replica.errors import StoreError
+from replica.fault_points import reach
+from replica.idle import Idle
 from replica.job import Job
+from replica.regrown import Regrown
 from replica.runner import Runner
 from replica.saver import Saver, SaveWork
 from replica.ticket import Ticket
@@ -42,6 +45,11 @@ from replica.ticket import Ticket
 log = logging.getLogger("planaria")
 
 RETRY_S = 0.5
+IDLE_S = 1.0
+"""So often an idle background thread looks whether a mend is called for."""
+LOOK = "look"
+MEND_GRACE_S = 2.0
+"""How long the end of a process waits for a mend under way before it gives that up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +73,8 @@ class Counts:
     committed: int = 0
     aborted: int = 0
     skipped: int = 0
+    mended: int = 0
+    damaged: int = 0
     last_error: str = ""
 
 
@@ -78,14 +88,19 @@ class Driver:
     counts: Counts = field(default_factory=Counts)
     broken: str = ""
     """Why no further save is possible in this process; empty while all is well."""
+    protection: int = -1
+    """How many more nodes may be lost without losing the base, as far as this rank knows."""
 
     def __post_init__(self) -> None:
         self._saver = Saver(self.job)
         self._runner = Runner(self.job.store, self.job.clock)
-        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._keys = KeyLog()
-        self._stopping = False
+        self._stopping = self._held = False
+        self._mending = ""
+        self._idle_s = min(IDLE_S, self.job.config.options.timeout_s / 10)
+        self._idle = Idle(self.job, self._saver, self._runner, self)
         self._thread = threading.Thread(
             target=self._loop, name=f"{THREAD_PREFIX}driver", daemon=True
         )
@@ -102,6 +117,85 @@ class Driver:
         with self._changed:
             self._changed.wait_for(lambda: self.ledger.decided or bool(self.broken), timeout_s)
             return self.ledger.decided
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until a step would be taken, or nothing is under way that could change that."""
+
+        def over() -> bool:
+            ledger, mender = self.ledger, self._idle.mender
+            held_up = ledger.kept is not None and (ledger.mending or bool(mender.due))
+            return bool(self.broken) or (ledger.decided and not held_up)
+
+        self.job.clock.nudge()
+        with self._changed:
+            self._changed.wait_for(over, timeout_s)
+            return self.ledger.may_admit
+
+    def admit(self, generation: Generation, timeout_s: float) -> bool:
+        """Begin ``generation`` once the decision before it has been read; whether it has begun.
+
+        ``submit`` follows. A mend under way comes first, in the background.
+        """
+        self.job.clock.nudge()
+        with self._changed:
+            ready = self._changed.wait_for(
+                lambda: self.ledger.may_admit or bool(self.broken), timeout_s
+            )
+            if ready and not self.broken:
+                self.ledger = self.ledger.admit(generation)
+            return ready and not self.broken
+
+    @contextmanager
+    def held(self, timeout_s: float) -> Iterator[bool]:
+        """Keep the background thread from all work meanwhile; whether it stands still."""
+        self._held = True
+        try:
+            yield self._when_idle("a restore begins", timeout_s)
+        finally:
+            self._held = False
+            self.look()
+
+    def restored(self, outcome: RestoreOutcome, restores: int, regrown: Regrown | None) -> None:
+        """What a restore chose is the base now, and is to be protected again (P10)."""
+        base = outcome.generation
+        with self._changed:
+            self.ledger = self.ledger.rebase(base, outcome.kept, outcome.kept_protection)
+            self.protection = outcome.protection
+        self._idle.mender.regrown = regrown
+        self._idle.mender.after("it was restored" if base else "", restores=restores)
+
+    def _when_idle(self, why: str, timeout_s: float) -> bool:
+        deadline_s, told = self.job.clock.now_s() + timeout_s, ""
+        self.job.clock.nudge()
+        while True:
+            with self._changed:
+                mend = self._wait_idle(deadline_s, told)
+                if self.ledger.idle:
+                    return True
+            if mend in ("", told):
+                return False
+            told = mend
+            self._give_way(mend, why)
+
+    def _wait_idle(self, deadline_s: float, told: str) -> str:
+        """Under the lock, until idle, or a mend other than ``told`` has begun; its name."""
+
+        def over() -> bool:
+            return self.ledger.idle or bool(self.broken) or self._mending not in ("", told)
+
+        self._changed.wait_for(over, max(0.0, deadline_s - self.job.clock.now_s()))
+        return self._mending
+
+    def _give_way(self, mend: str, why: str) -> None:
+        """Tell the mend under way to end: what comes matters more, or makes it needless."""
+        job = self.job
+        session = give_way(mend, job.layout.group_of(job.rank), why)
+        try:
+            timeout_s = job.config.options.timeout_s
+            Runner(job.front, job.clock).run(session, {}, timeout_s=timeout_s)
+        except StoreLost as lost:
+            log.warning("rank %d: the mend under way was not told that %s: %s", job.rank, why, lost)
+        job.clock.nudge()
 
     def change(self, change: Callable[[Ledger], Ledger]) -> None:
         """Replace the ledger by ``change`` of it."""
@@ -125,6 +219,13 @@ class Driver:
         """End the thread after the save under way; whether nothing writes to the arena any more."""
         self._stopping = True
         self._queue.put(None)
+        with self._changed:
+            # All ranks close at about the same time, and a mend mostly takes a moment.
+            grace_s = min(MEND_GRACE_S, timeout_s / 4)
+            self._changed.wait_for(lambda: not self._mending or bool(self.broken), grace_s)
+            mend = self._mending
+        if mend:
+            self._give_way(mend, f"rank {self.job.rank} closes")
         self.job.clock.nudge()
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and self._saver.idle
@@ -137,16 +238,50 @@ class Driver:
                 keys.update(decided)
 
     def _loop(self) -> None:
-        while (request := self._queue.get()) is not None:
+        while True:
+            request = self._next()
+            if request is None:
+                return
             try:
-                self._save(request)
+                if isinstance(request, Request):
+                    self._save(request)
+                elif not self._held and not self._stopping:
+                    self._idle.turn()
             except Exception as error:
                 # A defect must neither leave a ticket unanswered nor let another save take a slot.
-                log.exception("step %d: no further save in this process", request.generation.step)
+                log.exception("no further save in this process")
                 with self._changed:
                     self.broken = f"{type(error).__name__}: {error}"
                     self._changed.notify_all()
-                request.ticket.fail(self.broken)
+                if isinstance(request, Request):
+                    request.ticket.fail(self.broken)
+
+    def begin_mend(self, name: str, sequence: int) -> set[str] | None:
+        """Enter a mend in the ledger; the log of its keys, or None when a save came first."""
+        with self._changed:
+            if not self.ledger.idle or self._held:
+                return None
+            self.ledger, self._mending = self.ledger.mend(), name
+            return self._keys.open(sequence)
+
+    def end_mend(self, protection: int | None) -> None:
+        """The mend is over; the base survives ``protection`` losses (None: not known)."""
+        with self._changed:
+            self.ledger = self.ledger.mended(-1 if protection is None else protection)
+            self._mending = ""
+            self.protection = self.protection if protection is None else protection
+            self._changed.notify_all()
+
+    def look(self) -> None:
+        """Have the background thread look for something to mend as soon as it is free."""
+        self._queue.put(LOOK)
+
+    def _next(self) -> Request | str | None:
+        """The next thing to do; LOOK for a mend or something to scrub when nothing comes."""
+        try:
+            return self._queue.get(timeout=self._idle_s)
+        except queue.Empty:
+            return LOOK
 
     def _save(self, request: Request) -> None:
         context, clock = self._context(request), self.job.clock
@@ -189,7 +324,9 @@ class Driver:
             generation=request.generation,
             own=slot,
             shard_bytes=request.shard_bytes,
-            reusable=lambda generation: self.read().reusable(generation),
+            ledger=self.read,
+            ended_key=decision_key(request.generation),
+            expected=len(job.layout.held_by(job.rank)),
             deadline_s=started_s + timeout_s,
         )
 
@@ -227,9 +364,12 @@ class Driver:
         if outcome.state == COMMITTED:
             # The head goes first: the ledger frees slots that the head's readers may count on.
             self.job.arena.update_head(committed=generation)
+            reach("save.release")
         self.change(lambda ledger: ledger.apply(outcome.state))
         if outcome.state == COMMITTED:
             self.counts.committed += 1
+            self.protection = self.job.layout.redundancy.survivable_nodes
+            self._idle.mender.after("", sequence=request.sequence)
             self._trim()
             self._delete_keys(request.sequence)
             ticket.advance("committed")
@@ -238,22 +378,18 @@ class Driver:
             self.counts.last_error = outcome.reason
             log.warning("step %d was not committed: %s", generation.step, outcome.reason)
             ticket.fail(outcome.reason)
+            # A rank may be gone for good: the others see to what it held.
+            self._idle.mender.after("a save was aborted", sequence=request.sequence)
+            self.look()
         event = {"event": "save", "step": generation.step, "outcome": outcome.state}
         event |= {"generation": generation.id, "bytes": request.shard_bytes}
         self.emit({**event, "reason": outcome.reason, **facts})
 
     def _trim(self) -> None:
-        """Give back held slots beyond two for each fragment: a renumbered arena brings some."""
-        arena, ledger = self.job.arena, self.read()
-        held = [slot for slot in arena.slots.values() if slot.kind == HELD_SLOT]
-        surplus = len(held) - 2 * len(self.job.layout.held_by(self.job.rank))
-        stale = [
-            slot
-            for slot in held
-            if ledger.reusable(slot.generation) and not self._saver.quarantined(slot)
-        ]
-        for slot in sorted(stale, key=lambda s: (s.capacity, s.number))[: max(0, surplus)]:
-            arena.drop(slot)
+        """Give surplus slots back: a renumbered arena and a mend bring some."""
+        arena, expected = self.job.arena, len(self.job.layout.held_by(self.job.rank))
+        for number in surplus_slots(arena.facts(), self.read(), expected):
+            arena.drop(arena.slots[number])
 
     def _delete_keys(self, sequence: int) -> None:
         """P5; a store that fails here only keeps keys that nobody needs."""

@@ -7,7 +7,7 @@ blocks, so encoding needs no memory that grows with the shard.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from erasure.code import Code
 from erasure.codec import Codec
 from erasure.digest import CHUNK_BYTES, digest, root_digest
 from replica.errors import PeerError
+from replica.fault_points import reach
 from replica.streams import IN_FLIGHT, chunks_of
 from replica.transport import Bytes
 
@@ -37,14 +38,19 @@ class EncodePass:
     """Digests and parity of one shard. ``run`` makes them; senders ask for blocks and trailers."""
 
     def __init__(
-        self, code: Code, shard: Bytes, ring: ParityRing, fragments: int, now_s: Callable[[], float]
+        self,
+        code: Code,
+        shard: Bytes,
+        ring: ParityRing,
+        sent: Collection[int],
+        now_s: Callable[[], float],
     ) -> None:
-        """``shard``: uint8[S], unchanged until all senders are done. ``fragments``: how many go."""
+        """``shard``: uint8[S], unchanged until all have left. ``sent``: which fragments go."""
         self._code, self._shard, self._ring, self._now_s = code, shard, ring, now_s
         self._length = code.fragment_bytes(shard.size)
         self._digests: list[list[bytes]] = [[] for _ in range(code.n)]
-        self._encodes = code.k > 1 and fragments > 0
-        self._sent = dict.fromkeys(range(code.k, code.n) if self._encodes else (), 0)
+        self._sent = {index: 0 for index in sent if index >= code.k > 1}
+        self._encodes = bool(self._sent)
         self._produced = 0
         self._failed = False
         self._changed = threading.Condition()
@@ -54,6 +60,7 @@ class EncodePass:
 
     def run(self) -> None:
         """Digest and encode everything. PeerError when senders fail or the deadline passes."""
+        reach("save.encode")
         for index in range(chunks_of(self._length)):
             self._digest_data(index)
             if self._encodes:
@@ -85,6 +92,8 @@ class EncodePass:
 
     def sent(self, fragment: int, index: int) -> None:
         """Chunk ``index`` has left; once all parity senders said so, its place is free."""
+        if index == 0:
+            reach("save.first_chunk")
         if fragment in self._sent:
             with self._changed:
                 self._sent[fragment] = index + 1
@@ -92,6 +101,7 @@ class EncodePass:
 
     def trailer(self, fragment: int) -> bytes:
         """The digests that follow the payload of a fragment."""
+        reach("save.last_chunk")
         self._wait(lambda: bool(self.shard_digest), "digests")
         same = 0 if self._code.k == 1 else fragment
         return b"".join(self._digests[same]) + self.shard_digest

@@ -19,7 +19,8 @@ from recovery.errors import RecoveryError
 from recovery.manifest import WHOLE, Generation, SlotRecord, chunk_count
 from recovery.plan import Read, Rebuild, RestorePlan
 from recovery.session import MoveResult
-from replica.arena import ArenaView, read_arenas
+from replica.arena import ArenaView, Slot, read_arenas
+from replica.fault_points import reach
 from replica.job import Job
 from replica.streams import BadBytes, Crew, receive_stream, send_stream
 from replica.transport import Bytes, Channel
@@ -38,11 +39,15 @@ class Fetcher:
     """Carries out one ``Move`` at this rank.
 
     ``received_bytes``: payload that came over the transport, from any attempt that ended well or
-    not; ``local_bytes``: payload read from the memory of this node.
+    not; ``local_bytes``: payload read from the memory of this node. ``target``: the slot
+    where the shard is to go; None: scratch memory. ``chunk_digests``: those of the verified shard.
     """
 
-    def __init__(self, job: Job, plan: RestorePlan, timeout_s: float) -> None:
-        self._job, self._plan = job, plan
+    def __init__(
+        self, job: Job, plan: RestorePlan, timeout_s: float, target: Slot | None = None
+    ) -> None:
+        self._job, self._plan, self._into = job, plan, target
+        self.chunk_digests = b""
         self._deadline_s = job.clock.now_s() + timeout_s
         self._crew = Crew()
         self._open: dict[str, tuple[int, Read]] = {}
@@ -57,7 +62,8 @@ class Fetcher:
     def run(self) -> tuple[Bytes | None, MoveResult]:
         """Serve and fetch. This rank's verified shard, or None and what the vote has to know.
 
-        The shard is uint8[S]: scratch memory or, when it lies there, the own slot.
+        The shard is uint8[S]: the target or, when it lies there, the own slot. A rank without
+        reads only serves, and gets None.
         """
         job, clock = self._job, self._job.clock
         mine = self._plan.rebuilds[job.rank]
@@ -68,7 +74,7 @@ class Fetcher:
         for read in self._plan.reads_from(job.rank):
             if not read.local and read.to not in cut_off:
                 self._start_serving(read)
-        target = self._target(mine)
+        target = self._target(mine) if mine.reads else _Target(np.empty(0, np.uint8), {})
         bad: list[Read] = []
         silent = [r for r in mine.reads if not r.local and r.source in cut_off]
         for read in mine.reads:
@@ -76,12 +82,15 @@ class Fetcher:
                 bad += self._copy_local(read, target)
             elif read not in silent:
                 self._start_fetching(read, target)
+        reach("restore.transfer")
         for read in self._finish():
             (bad if read in self._damaged else silent).append(read)
         moved_s = clock.now_s()
         self.transfer_s = moved_s - started_s
         if bad or silent:
             return None, MoveResult(bad=tuple(sorted(set(bad))), silent=tuple(sorted(silent)))
+        if not mine.reads:
+            return None, MoveResult()
         wrong = self._decode(mine, target)
         self.decode_s = clock.now_s() - moved_s
         if wrong is not None:
@@ -101,7 +110,10 @@ class Fetcher:
         only = mine.reads[0]
         here = only.fragment == WHOLE and only.source == self._job.rank
         found = self._find(only) if here else None
-        shard = np.empty(size, np.uint8) if found is None else found[1][:size]
+        if found is not None:
+            shard = found[1][:size]
+        else:
+            shard = np.empty(size, np.uint8) if self._into is None else self._into.data[:size]
         parts = {i: shard[slice(*code.span(i, size))] for i in range(code.k)}
         for read in mine.reads:
             if read.fragment >= code.k:
@@ -136,10 +148,17 @@ class Fetcher:
         for index in _parts_of(read, record):
             digests = chunk_digests(target.parts[index])
             if digests != _digests_of(record, index):
+                self._forget_own(read)
                 return [read]
             target.digests[index] = digests
         self.local_bytes += read.length
         return []
+
+    def _forget_own(self, read: Read) -> None:
+        """Damaged bytes of our own arena are an erasure from now on."""
+        for slot in self._job.arena.slots.values():
+            if slot.record is not None and _matches(slot.record, self._plan.generation, read):
+                slot.invalidate()
 
     def _start_serving(self, read: Read) -> None:
         found = self._find(read)
@@ -163,6 +182,13 @@ class Fetcher:
         indices = range(kind.k) if read.fragment == WHOLE else (read.fragment,)
 
         def body() -> None:
+            try:
+                fetch()
+            finally:
+                if self._into is not None:
+                    self._into.let_go()
+
+        def fetch() -> None:
             for index in indices:
                 try:
                     got = receive_stream(channel, target.parts[index], lambda: None)
@@ -175,6 +201,8 @@ class Fetcher:
                     target.digests[index] = got.chunk_digests
                     self.received_bytes += target.parts[index].size
 
+        if self._into is not None:
+            self._into.hold()
         self._crew.start(name, body, lambda: None)
 
     def _finish(self) -> list[Read]:
@@ -190,6 +218,7 @@ class Fetcher:
         return bad
 
     def _decode(self, mine: Rebuild, target: _Target) -> MoveResult | None:
+        reach("restore.decode")
         code, size = mine.kind.code, mine.kind.shard_bytes
         missing = [i for i in range(code.k) if i not in target.digests]
         if missing:
@@ -199,6 +228,7 @@ class Fetcher:
                 target.digests[index] = chunk_digests(target.parts[index])
         digests = b"".join(target.digests[i] for i in range(code.k))
         if root_digest(digests, size).hex() == mine.kind.shard_digest:
+            self.chunk_digests = digests
             return None
         if mine.reads[0].fragment == WHOLE:
             return MoveResult(bad=mine.reads)

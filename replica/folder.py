@@ -83,8 +83,13 @@ class Folder:
         return sorted(os.listdir(self.descriptor))  # noqa: PTH208 - by descriptor, not by path
 
     def unlink(self, name: str) -> None:
-        """Remove a file; one that is gone already is no error."""
+        """Remove a file, or a link and not what it leads to; one that is gone is no error.
+
+        Raises ArenaError, and removes nothing, when it is another user's.
+        """
         with contextlib.suppress(FileNotFoundError):
+            info = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+            _check_owner(info, f"{self.path}/{name}")
             os.unlink(name, dir_fd=self.descriptor)
 
     def rename(self, old: str, new: str) -> None:
@@ -131,12 +136,16 @@ def check_ours(info: os.stat_result, path: str, *, directory: bool) -> None:
     if not (stat.S_ISDIR(info.st_mode) if directory else stat.S_ISREG(info.st_mode)):
         expected = "a directory" if directory else "a regular file"
         raise ArenaError(f"{path} is not {expected}: remove it")
+    _check_owner(info, path)
+    if not directory and info.st_nlink > 1:
+        raise ArenaError(f"{path} has {info.st_nlink} names, expected one: remove it")
+
+
+def _check_owner(info: os.stat_result, path: str) -> None:
     if info.st_uid != os.geteuid():
         raise ArenaError(
             f"{path} belongs to user {info.st_uid}, not to {os.geteuid()}: choose another arena_dir"
         )
-    if not directory and info.st_nlink > 1:
-        raise ArenaError(f"{path} has {info.st_nlink} names, expected one: remove it")
 
 
 def open_arena_dir(arena_dir: str | Path) -> Folder:

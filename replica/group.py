@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from replica.errors import ConfigError, PeerError
+from replica.silence import bounded
 from replica.store import MemoryStore, Store, TorchStore, connector
 from replica.transport import Transport
 from replica.transports.gloo import GlooTransport
@@ -75,10 +76,10 @@ class TorchGroup:
     def store(self, address: str | None, timeout_s: float) -> Store:
         """The store at ``address``, else a clone of the group's."""
         if address is not None:
-            return TorchStore(connector(address, timeout_s))
+            return TorchStore(bounded(connector(address, timeout_s), timeout_s))
         # Held so that the server in rank 0's process outlives destroy_process_group.
         origin: Any = self._group.get_group_store() if self._group is not None else None
-        return TorchStore(origin.clone)
+        return TorchStore(bounded(origin.clone, timeout_s))
 
     def transport(self, network_interface: str | None) -> Transport:
         """Pairs of gloo."""

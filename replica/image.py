@@ -96,8 +96,8 @@ class ShardHeader:
             found = parse_bounded(text.encode("utf-8", "surrogatepass"), 1 << 16, 1 << 8)
         except JsonError as fault:
             raise ImageError(f"shard image: metadata {fault}") from fault
-        if type(found) is not dict or found.get("format") != FORMAT:
-            got = found.get("format") if type(found) is dict else None
+        got = found.get("format") if type(found) is dict else None
+        if type(got) is not int or got != FORMAT:
             raise ImageError(f"shard image: format {got!r}; this version reads format {FORMAT}")
         names = {field.name for field in fields(ShardHeader)}
         if set(found) - {"format"} != names:

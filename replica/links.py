@@ -9,9 +9,11 @@ a ring.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from replica.at_exit import THREAD_PREFIX
 from replica.clock import Clock
 from replica.errors import PeerError, StoreError
 from replica.runner import POLL_FIRST_S, POLL_MAX_S
@@ -33,6 +35,31 @@ class _Link:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
+
+
+class _Making:
+    """One attempt at a channel, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self._result: Channel | Exception | None = None
+        self._taken = False
+        self._lock = threading.Lock()
+
+    def end(self, result: Channel | Exception) -> None:
+        """For the thread: it stands, or why not."""
+        with self._lock:
+            self._result = result
+            late = self._taken
+        self.over.set()
+        if late and not isinstance(result, Exception):
+            result.close()
+
+    def take(self) -> Channel | Exception | None:
+        """For who waited: what has come so far; later nothing is wanted any more."""
+        with self._lock:
+            self._taken = True
+            return self._result
 
 
 class Links:
@@ -107,16 +134,50 @@ class Links:
         self._store.set(self._key(peer, link.attempt, f"ready-{self._rank}"), b"1")
         theirs = self._key(peer, link.attempt, f"ready-{peer}")
         if not self._wait(lambda: self._store.check([theirs]), deadline_s, given_up):
+            # A peer that becomes ready now must not make a channel that nobody else comes to.
+            self.break_off(peer)
             raise PeerError(f"rank {peer} was not ready to connect to rank {self._rank} in time")
         try:
-            link.channel = self._transport.connect(
-                name, self._rank, peer, self._store, self._channel_timeout_s
-            )
+            link.channel = self._make(name, peer, deadline_s, given_up)
         except PeerError:
             log.warning("rank %d: connecting to rank %d failed", self._rank, peer)
             self.break_off(peer)
             raise
         self._sweep(peer, link)
+
+    def _make(
+        self, name: str, peer: int, deadline_s: float, given_up: Callable[[], bool]
+    ) -> Channel:
+        """A channel, made on a thread that is left behind when it takes too long.
+
+        A transport cannot be woken, and gloo waits for a peer that is cut off silently five times
+        as long as it is told (seen). What is made too late is closed.
+        """
+        making = _Making()
+
+        def body() -> None:
+            try:
+                making.end(
+                    self._transport.connect(
+                        name, self._rank, peer, self._store, self._channel_timeout_s
+                    )
+                )
+            except Exception as error:  # noqa: BLE001 - raised in the caller
+                making.end(error)
+
+        thread = f"{THREAD_PREFIX}connecting to rank {peer}"
+        threading.Thread(target=body, name=thread, daemon=True).start()
+        try:
+            while self._clock.now_s() < deadline_s and not making.over.is_set():
+                if not making.over.wait(POLL_MAX_S) and given_up():
+                    break
+        finally:
+            result = making.take()
+        if result is None:
+            raise PeerError(f"rank {peer} was not reached by rank {self._rank} in time")
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def _sweep(self, peer: int, link: _Link) -> None:
         """Both sides have come to this attempt, so nobody asks for the keys of earlier ones."""

@@ -22,7 +22,7 @@ from recovery.errors import LayoutError, RecoveryError
 from recovery.layout import Layout, make_layout, parse_redundancy
 from recovery.manifest import FORMAT_VERSION
 from recovery.topology import Topology
-from recovery.tree import dump, load
+from recovery.tree import dump
 from replica import errors
 from replica.arena import HELD, OWN, Arena, ArenaView, left_over
 from replica.clock import Clock
@@ -34,6 +34,7 @@ from replica.memory import MemoryFacts, check_memory, memory_facts
 from replica.store import Store
 from replica.timed_store import TimedStore
 from replica.transport import Transport
+from replica.words import check_facts, check_introductions, parse_word
 
 log = logging.getLogger("planaria")
 
@@ -73,7 +74,8 @@ def together(group: Group, timeout_s: float, work: Callable[[], Any]) -> list[An
         said = {"kind": kind, "error": str(error).removeprefix(f"rank {group.rank}: ")}
         if kind not in _RAISABLE:
             said = {"kind": "StateError", "error": f"{kind}: {error}"}
-    values = [load(raw, "a rank's word") for raw in group.exchange(dump(said), timeout_s)]
+    words = group.exchange(dump(said), timeout_s)
+    values = [parse_word(raw, rank) for rank, raw in enumerate(words)]
     failed = [(rank, value) for rank, value in enumerate(values) if "error" in value]
     if not failed:
         return [value["value"] for value in values]
@@ -108,6 +110,7 @@ def open_job(options: Options, group: Group, estimate: Callable[[int], int], clo
     said = together(group, options.timeout_s, introduce)
     if config is None:
         raise errors.ConfigError("this rank has no configuration")
+    check_introductions(said, _library_version())
     _check_same(said)
     topology = Topology(tuple(str(one["node"]) for one in said))
     redundancy = parse_redundancy(options.redundancy, len(topology.nodes))
@@ -124,7 +127,7 @@ def open_job(options: Options, group: Group, estimate: Callable[[int], int], clo
 
 
 def _introduction(config: Config, nbytes: int) -> dict[str, Any]:
-    options = asdict(config.options)
+    options = config.options
     return {
         "node": config.node_id,
         "job": config.job,
@@ -136,7 +139,7 @@ def _introduction(config: Config, nbytes: int) -> dict[str, Any]:
             "format": FORMAT_VERSION,
             "algorithm": ALGORITHM,
             "store": config.store_address,
-            **{name: options[name] for name in _SHARED_OPTIONS},
+            **{name: getattr(options, name) for name in _SHARED_OPTIONS},
         },
     }
 
@@ -201,6 +204,7 @@ class _Opening:
         group, options = self.group, self.config.options
         store = group.store(self.config.store_address, options.timeout_s)
         said = together(group, options.timeout_s, lambda: self._arena_facts(store))
+        check_facts(said)
         self._check_memory(said)
         epoch = 1 + max(int(one["epoch"]) for one in said)
         nonce = str(said[0]["nonce"])

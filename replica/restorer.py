@@ -9,12 +9,15 @@ from typing import Any
 from erasure.digest import digest
 from erasure.errors import PlanariaError
 from recovery.inventory import Report, failures_of, report_of
-from recovery.session import Load, Move, MoveResult, NoteFailure
+from recovery.session import Doubt, Load, Move, MoveResult, NoteFailure
 from replica.arena import Arena, ArenaView
 from replica.errors import StoreError
+from replica.fault_points import reach
 from replica.fetch import Fetcher
 from replica.job import Job
+from replica.regrown import Regrown, own_copy, target_slot
 from replica.runner import Handlers
+from replica.scrub import verifies
 from replica.snapshot import LoadPlan, Snapshot
 from replica.transport import Bytes
 
@@ -28,6 +31,7 @@ class Restorer:
         self._job, self._snapshot = job, snapshot
         self._prepared: LoadPlan | None = None
         self.load_error: Exception | None = None
+        self.regrown: Regrown | None = None
         self.received_bytes = 0
         self.local_bytes = 0
         self.seconds = {"inventory": 0.0, "transfer": 0.0, "decode": 0.0, "load": 0.0}
@@ -48,7 +52,12 @@ class Restorer:
 
     def handlers(self) -> Handlers:
         """The handlers of this restore."""
-        return {Move: self._move, Load: lambda _: self._load(), NoteFailure: self._note}
+        return {
+            Move: self._move,
+            Doubt: self._doubt,
+            Load: lambda _: self._load(),
+            NoteFailure: self._note,
+        }
 
     def _timed(self, phase: str, work: Callable[[], Any]) -> Any:
         started_s = self._job.clock.now_s()
@@ -62,7 +71,9 @@ class Restorer:
         if action.attempt == 0:
             self.seconds["inventory"] = job.clock.now_s() - self._started_s
         most = max(plan.received_bytes(rank) for rank in range(job.world))
-        fetcher = Fetcher(job, plan, job.moving_timeout_s(most))
+        rebuild = plan.rebuilds[job.rank]
+        slot = target_slot(job, plan.generation, rebuild)
+        fetcher = Fetcher(job, plan, job.moving_timeout_s(most), slot)
         try:
             shard, result = fetcher.run()
         except StoreError:
@@ -77,11 +88,24 @@ class Restorer:
         if shard is None:
             log.warning("rank %d: attempt %d: %s", job.rank, action.attempt, result)
             return result
+        if own_copy(job, plan.generation) is None:
+            self.regrown = Regrown(plan.generation, rebuild.kind, shard, fetcher.chunk_digests)
+            if slot is not None:
+                self.regrown.keep_in(job, slot)
         try:
             self._prepared = self._timed("load", lambda: self._prepare(shard, plan.generation.id))
         except Exception as error:  # noqa: BLE001 - a user's object may raise anything
             return self._failed(error)
         return result
+
+    def _doubt(self, action: Doubt) -> None:
+        for number, slot in sorted(self._job.arena.slots.items()):
+            record = slot.record
+            if record is None or record.generation != action.generation:
+                continue
+            if (record.owner, record.fragment) in action.places and not verifies(slot):
+                log.error("rank %d: slot %d is damaged and withdrawn", self._job.rank, number)
+                slot.invalidate()
 
     def _failed(self, error: Exception) -> MoveResult:
         self.load_error = error
@@ -97,6 +121,7 @@ class Restorer:
         return prepared
 
     def _load(self) -> str:
+        reach("restore.load")
         try:
             if self._prepared is None:
                 raise PlanariaError("nothing was prepared")

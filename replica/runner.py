@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from recovery.actions import Action, Await, CompareSet, Decided, Got, Missing, Publish, StoreLost
 from replica.clock import Clock
 from replica.errors import StoreError
+from replica.fault_points import reach_key
 from replica.store import Store
 
 T = TypeVar("T")
@@ -52,6 +53,9 @@ class Runner:
             lost = None
             if per_wait:
                 deadline_s = self._clock.now_s() + timeout_s
+                if isinstance(action, Await) and action.moving_bytes:
+                    # Who moves has as long, and what it found must be heard after that.
+                    deadline_s += timeout_s
             try:
                 answer = self._carry_out(action, handlers, deadline_s, published)
             except StoreError as error:
@@ -65,11 +69,14 @@ class Runner:
         published: set[str] | None,
     ) -> Any:
         if isinstance(action, Publish):
+            reach_key(action.key)
             self._note(action.key, published)
             return self._store.set(action.key, action.value)
         if isinstance(action, CompareSet):
+            reach_key(action.key)
             return self._store.compare_set(action.key, action.value)
         if isinstance(action, Await):
+            reach_key(next(iter(action.keys), ""))
             return self._wait(action, deadline_s + action.moving_bytes / MOVING_BYTES_PER_S_MIN)
         return handlers[type(action)](action)
 

@@ -8,36 +8,46 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from erasure.errors import PlanariaError
-from recovery.commit import Connect, Exchange, ExchangeResult, Incoming, Settle, decision_key
+from recovery.commit import Connect, Exchange, ExchangeResult, Incoming, Settle
 from recovery.layout import Fragment
+from recovery.ledger import Ledger
 from recovery.manifest import Generation, SlotRecord
-from replica.arena import HELD, Slot
+from recovery.slots import HELD, held_slot
+from replica.arena import Slot
 from replica.encode import EncodePass, ParityRing
 from replica.errors import ArenaError
 from replica.job import Job
 from replica.runner import POLL_MAX_S, Handlers
-from replica.streams import Crew, Received, receive_stream, send_stream
+from replica.streams import BadBytes, Crew, Received, receive_stream, send_stream
 
 log = logging.getLogger("planaria")
-
-Reusable = Callable[[Generation | None], bool]
 
 
 @dataclass
 class SaveWork:
-    """One generation at this rank: what was staged, and what has come in."""
+    """One generation at this rank: what was staged, and what has come in.
+
+    ``ended_key``: the key whose presence says that all this is over. ``expected``: how many
+    fragments this rank takes. ``mends``: the generation is there already, and parts of it are sent
+    once more.
+    """
 
     generation: Generation
-    own: Slot
+    own: Slot | None
     shard_bytes: int
-    reusable: Reusable
+    ledger: Callable[[], Ledger]
+    ended_key: str
+    expected: int
     deadline_s: float
     crew: Crew = field(default_factory=Crew)
     received: dict[Fragment, bytes] = field(default_factory=dict)
     open_peers: set[int] = field(default_factory=set)
     sent_bytes: int = 0
     over: bool = False
+    mends: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -47,7 +57,6 @@ class Saver:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._ring = ParityRing(job.layout.redundancy.code)
-        self._quarantined: set[int] = set()
         self._returned = threading.Condition()
         self._work: SaveWork | None = None
 
@@ -76,11 +85,7 @@ class Saver:
     @property
     def idle(self) -> bool:
         """No receive into any slot is under way, so the arena may be given up."""
-        return not self._quarantined
-
-    def quarantined(self, slot: Slot) -> bool:
-        """A receive into ``slot`` has not returned, so nobody may reuse or unmap it (P22)."""
-        return slot.number in self._quarantined
+        return not any(slot.busy for slot in self._job.arena.slots.values())
 
     def _left_s(self, work: SaveWork) -> float:
         return self._seconds_to(work.deadline_s)
@@ -124,22 +129,11 @@ class Saver:
     def _slot_for(self, work: SaveWork, offer: Incoming, taken: set[int]) -> Slot:
         arena = self._job.arena
         need = self._job.layout.redundancy.code.length(offer.fragment.index, offer.shard_bytes)
-        held = [slot for slot in arena.slots.values() if slot.kind == HELD]
-        free = [
-            slot
-            for slot in held
-            if slot.number not in taken
-            and not self.quarantined(slot)
-            and work.reusable(slot.generation)
-        ]
-        fitting = [slot for slot in free if slot.capacity >= need]
-        if fitting:
-            return min(fitting, key=lambda slot: (slot.capacity, slot.number))
-        if free:
-            # The shard has grown: what is not base makes room for a larger slot (P8).
-            arena.drop(max(free, key=lambda slot: (slot.capacity, -slot.number)))
-        elif len(held) >= 2 * len(self._job.layout.held_by(self._job.rank)):
-            raise ArenaError("every slot is base or under a receive that has not returned")
+        take = held_slot(arena.facts(), work.ledger(), need, taken=taken, expected=work.expected)
+        if take.number is not None:
+            return arena.slots[take.number]
+        if take.drop is not None:
+            arena.drop(arena.slots[take.drop])
         return arena.allocate(need, HELD)
 
     def _receive(self, work: SaveWork, offer: Incoming, slot: Slot) -> None:
@@ -149,11 +143,14 @@ class Saver:
         posted = threading.Event()
         name = f"receiving fragment {fragment.index} of rank {fragment.owner}"
         work.open_peers.add(fragment.owner)
-        self._quarantined.add(slot.number)
+        slot.hold()
 
         def body() -> None:
             try:
                 got = receive_stream(channel, buffer, posted.set)
+                if offer.shard_digest not in ("", got.shard_digest.hex()):
+                    # A record of it would make two shards of one generation.
+                    raise BadBytes("these bytes are of another shard than the one that is mended")
                 with work.lock:
                     # A stream that outlived its generation must not revive the slot.
                     if not work.over:
@@ -161,7 +158,7 @@ class Saver:
                         work.received[fragment] = got.shard_digest
             finally:
                 with self._returned:
-                    self._quarantined.discard(slot.number)
+                    slot.let_go()
                     self._returned.notify_all()
 
         work.crew.start(name, body, posted.set)
@@ -180,17 +177,19 @@ class Saver:
 
     def _exchange(self, work: SaveWork, action: Exchange) -> ExchangeResult:
         job, code = self._job, self._job.layout.redundancy.code
-        shard = work.own.data[: work.shard_bytes]
-        encode = EncodePass(code, shard, self._ring, len(action.send), job.clock.now_s)
+        shard = work.own.data[: work.shard_bytes] if work.own else np.empty(0, np.uint8)
+        sent = [fragment.index for fragment in action.send]
+        encode = EncodePass(code, shard, self._ring, sent, job.clock.now_s)
         encode.deadline_s = work.deadline_s
         for fragment in action.send:
             self._send(work, encode, fragment)
-        work.crew.start("encoding", encode.run, encode.fail)
+        if action.send or not work.mends:
+            work.crew.start("encoding", encode.run, encode.fail)
         ending = self._join(work)
         late = sorted(work.crew.unfinished())
         failures = [text for _, text in sorted(work.crew.failures.items())]
         failures += [f"{name}: still under way {ending}" for name in late]
-        if encode.shard_digest:
+        if encode.shard_digest and work.own and not work.mends:
             job.write_own(work.own, work.generation, work.shard_bytes, encode)
         if failures:
             encode.fail()
@@ -211,7 +210,7 @@ class Saver:
 
     def _decided(self, work: SaveWork) -> bool:
         """Until this rank is HELD that means aborted: peers may never connect or send."""
-        return self._job.store.check([decision_key(work.generation)])
+        return self._job.store.check([work.ended_key])
 
     def _send(self, work: SaveWork, encode: EncodePass, fragment: Fragment) -> None:
         channel = self._job.links.channel(fragment.holder)

@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import re
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ import numpy as np
 from erasure.digest import CHUNK_BYTES
 from recovery.errors import FormatVersionError, ManifestError
 from recovery.manifest import Generation, SlotRecord, decode_record, encode_record, record_capacity
+from recovery.slots import HELD, OWN, SlotFacts
 from replica.errors import ArenaError, ArenaFull
 from replica.folder import Folder
 from replica.frames import FrameFile
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("planaria")
 
-OWN, HELD = "own", "held"
 SUFFIXES = {OWN: "safetensors", HELD: "fragment"}
 """File name suffix by kind: an own slot is a safetensors image, a held one a bare fragment."""
 
@@ -47,7 +48,8 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 class Slot:
     """One slot of an open arena.
 
-    ``record`` says what the slot holds; None: nothing that anybody may rely on. The mapping lives
+    ``record`` says what the slot holds; None: nothing that anybody may rely on. ``taken``: somebody
+    fills it, or has filled it with what has no record yet; nobody else chooses it. The mapping lives
     as long as anything refers to ``data`` or ``tensor``, even after the slot is dropped or the
     arena closed.
     """
@@ -58,6 +60,9 @@ class Slot:
         self.number = number
         self.kind = kind
         self.capacity = data.size
+        self._holds = 0
+        self._lock = threading.Lock()
+        self.taken = False
         self.record: SlotRecord | None = None
         self._data: npt.NDArray[np.uint8] | None = data
         self._tensor: torch.Tensor | None = None
@@ -74,6 +79,32 @@ class Slot:
     def generation(self) -> Generation | None:
         """The generation that the slot holds a part of; None: nothing."""
         return self.record.generation if self.record else None
+
+    @property
+    def busy(self) -> bool:
+        """A receive into it has not returned, so nobody may reuse or unmap it (P22)."""
+        return self._holds > 0
+
+    def hold(self) -> None:
+        """A receive into it begins; ``let_go`` ends it."""
+        with self._lock:
+            self._holds += 1
+
+    def let_go(self) -> None:
+        """One receive into it has returned."""
+        with self._lock:
+            self._holds -= 1
+
+    @property
+    def facts(self) -> SlotFacts:
+        """What decisions need to know of it."""
+        return SlotFacts(
+            number=self.number,
+            kind=self.kind,
+            capacity=self.capacity,
+            generation=self.generation,
+            busy=self.busy or self.taken,
+        )
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -262,28 +293,36 @@ def _adopt_record_file(folder: Folder, number: int, capacity: int) -> FrameFile:
 
 
 def read_record(records: FrameFile, capacity: int, job: str | None) -> SlotRecord | None:
-    """Return the valid record in a record file, else None; why is logged unless it is empty.
+    """Return the valid record in a record file, else None; why is logged unless it is empty."""
+    record, problem = judge_record(records, capacity, job)
+    if problem:
+        log.warning("%s", problem)
+    return record
+
+
+def judge_record(
+    records: FrameFile, capacity: int, job: str | None
+) -> tuple[SlotRecord | None, str]:
+    """Return the valid record in a record file, else None and why not, "" when it is empty.
 
     A record of another format version is named; one of another job, or longer than the slot, is
     damaged.
     """
     raw = records.read()
     if raw == b"":
-        return None
+        return None, ""
     try:
         record = decode_record(raw or b"")
         if record.length > capacity:
             raise ManifestError(f"{record.length} bytes claimed in a slot of {capacity}")
         if job is not None and record.job != job:
             raise ManifestError(f"record of job {record.job!r} in an arena of job {job!r}")
-    # Texts are logged and not errors, whose tracebacks would keep the caller's mapping alive.
+    # Texts are returned and not errors, whose tracebacks would keep the caller's mapping alive.
     except FormatVersionError as error:
-        log.warning("%s is skipped: %s", records.path, str(error))
-        return None
+        return None, f"{records.path} is skipped: {error}"
     except ManifestError as error:
-        log.warning("%s is not valid and counts as lost: %s", records.path, str(error))
-        return None
-    return record
+        return None, f"{records.path} is not valid and counts as lost: {error}"
+    return record, ""
 
 
 def remove_slot_files(folder: Folder, number: int, kind: str) -> None:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
+from recovery.actions import StoreLost
+from recovery.admission import Admission, admission_key, admit_session
 from recovery.agree import agree_session
-from recovery.commit import (
-    Admission,
-    abort_value,
-    admission_key,
-    decision_key,
-    parse_admission,
-    propose,
-)
+from recovery.commit import abort_value, decision_key
 from recovery.manifest import Generation, generation_id
-from recovery.session import merge_lists
-from recovery.tree import GatherFailed, dump
-from replica.arena import OWN, Slot
+from recovery.slots import OWN
+from recovery.tree import GatherFailed, dump, merge_texts, texts_from
+from replica.arena import Slot
 from replica.driver import Driver, Request
-from replica.errors import ArenaError, PeerError, StateError, StoreError
+from replica.errors import PeerError, StateError, StoreError
+from replica.fault_points import reach
 from replica.image import ShardHeader
 from replica.job import Job
+from replica.regrown import take_free_own_slot
 from replica.runner import Runner
 from replica.snapshot import NeedCapacity, Snapshot
 from replica.ticket import Ticket
@@ -45,7 +41,7 @@ class Stager:
         job, error = self._job, self._plan_error()
         value = dump([str(error)] if error else [])
         self._plans += 1
-        session = agree_session(f"planned/{self._plans}", job.rank, job.world, value, merge_lists)
+        session = agree_session(f"planned/{self._plans}", job.rank, job.world, value, merge_texts)
         try:
             raw = Runner(job.front, job.clock).run(
                 session, {}, timeout_s=job.config.options.timeout_s
@@ -55,7 +51,7 @@ class Stager:
                 f"rank {job.rank}: the first save() waits for all ranks; {failed} within "
                 f"{job.config.options.timeout_s} s: every rank must call save() with the same steps"
             ) from failed
-        errors = json.loads(raw)
+        errors = texts_from(raw)
         if errors:
             raise StateError("; ".join(errors)) from error
         self._planned = True
@@ -82,15 +78,17 @@ class Stager:
         """
         job, driver, timeout_s = self._job, self._driver, self._job.config.options.timeout_s
         if wait:
-            driver.wait_decided(timeout_s)
+            driver.wait_ready(timeout_s)
         try:
             admission = self._admit(step)
-        except StoreError as error:
+        except StoreLost as error:
             # P1: without the store both generations are kept and nothing new is begun.
             log.warning("step %d is not saved: %s", step, error)
             return self._skip(step, str(error))
         if not admission.take:
-            return self._skip(step, "a save is under way")
+            kept = driver.read().kept
+            why = f"{kept.describe()} is kept until the restored step is protected" if kept else ""
+            return self._skip(step, why or "a save is under way")
         self._sequence = admission.sequence
         self.last = ticket = Ticket(step)
         ticket.limit_s = 2 * timeout_s
@@ -99,8 +97,7 @@ class Stager:
         sequence = (self._restores << 32) + admission.sequence
         identity = generation_id(job.name, job.nonce, step, sequence)
         generation = Generation(job.epoch, step, identity)
-        if driver.wait_decided(timeout_s):
-            driver.change(lambda ledger: ledger.admit(generation))
+        if driver.admit(generation, timeout_s):
             driver.submit(self._stage(generation, ticket))
         else:
             self._give_up(generation, ticket)
@@ -112,8 +109,9 @@ class Stager:
         return ticket
 
     def _admit(self, step: int) -> Admission:
-        proposal = propose(self._sequence, self._driver.read()).encode()
-        return parse_admission(self._job.front.compare_set(self._admission_key(step), proposal))
+        session = admit_session(step, self._restores, self._sequence, self._driver.read())
+        timeout_s = self._job.config.options.timeout_s
+        return Runner(self._job.front, self._job.clock).run(session, {}, timeout_s=timeout_s)
 
     def _admission_key(self, step: int) -> str:
         return admission_key(step, self._restores)
@@ -132,6 +130,7 @@ class Stager:
             log.warning("step %d: %s", generation.step, error)
 
     def _stage(self, generation: Generation, ticket: Ticket) -> Request:
+        reach("save.stage")
         started_s = self._job.clock.now_s()
         slot, nbytes, refusal = None, 0, ""
         try:
@@ -166,24 +165,24 @@ class Stager:
             owner=job.rank,
             world=job.world,
         )
-        slot = self._own_slot()
-        slot.invalidate()
+        slot = self._take_slot()
         try:
-            return slot, self._snapshot.capture_into(slot.data, header)
-        except NeedCapacity as need:
-            # The state has grown (P8): only this slot, which is not base, makes room.
-            self._snapshot.forget_buffers()
-            job.arena.drop(slot)
-            slot = job.arena.allocate(need.capacity_bytes, OWN)
-            return slot, self._snapshot.capture_into(slot.data, header)
+            try:
+                return slot, self._snapshot.capture_into(slot.data, header)
+            except NeedCapacity as need:
+                # The state has grown (P8): only this slot, which is not base, makes room.
+                self._snapshot.forget_buffers()
+                job.arena.drop(slot)
+                slot = job.arena.allocate(need.capacity_bytes, OWN, taken=True)
+                return slot, self._snapshot.capture_into(slot.data, header)
+        except BaseException:
+            slot.taken = False
+            raise
 
-    def _own_slot(self) -> Slot:
-        """The own slot that is neither base nor anything undecided."""
-        ledger = self._driver.read()
-        own = [slot for slot in self._job.arena.slots.values() if slot.kind == OWN]
-        free = [slot for slot in own if ledger.reusable(slot.generation)]
-        if not free and len(own) >= 2:
-            raise ArenaError("both own slots are in use")
-        if not free:
-            return self._job.arena.allocate(self._snapshot.estimate_bytes(self._job.rank), OWN)
-        return max(free, key=lambda slot: (slot.capacity, -slot.number))
+    def _take_slot(self) -> Slot:
+        """Taken until the save's outcome is known: a mend must not write where it is staged."""
+        slot = take_free_own_slot(self._job, self._driver.read(), 0)
+        if slot is not None:
+            return slot
+        nbytes = self._snapshot.estimate_bytes(self._job.rank)
+        return self._job.arena.allocate(nbytes, OWN, taken=True)

@@ -1,7 +1,8 @@
 """What stands around a session in these tests: layouts, arenas and the edges of every rank.
 
 Bytes are told by their nature only: a fragment in an arena or on the wire is ``good``, ``damaged``
-(its digest fails) or ``foreign`` (its digest is right, but it is of another shard).
+(its digest fails), ``foreign`` (its digest is right, but it is of another shard) or ``unheard``
+(it does not come, which says nothing of it).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from recovery.inventory import Holding, Report, ShardKind
 from recovery.layout import make_layout, parse_redundancy
 from recovery.manifest import WHOLE, Generation, generation_id
 from recovery.session import (
+    Doubt,
     Load,
     Move,
     MoveResult,
@@ -54,7 +56,7 @@ sweep = pytest.mark.parametrize(
     ],
 )
 
-GOOD, DAMAGED, FOREIGN = "good", "damaged", "foreign"
+GOOD, DAMAGED, FOREIGN, UNHEARD = "good", "damaged", "foreign", "unheard"
 NONCE = "0" * 32
 
 
@@ -209,6 +211,7 @@ class RestoreRig:
                     Slot(generation, f.owner, f.index) for f in saved.held_by(rank)
                 ]
         self.failures, self.load_errors, self.misfits = (), {}, {}
+        self.doubted = []
         self.live, self.noted, self.moved_bytes = {}, [], 0
         self._plans = {}
 
@@ -258,9 +261,23 @@ class RestoreRig:
     def _edges(self, rank):
         return {
             Move: lambda action: self._move(rank, action),
+            Doubt: lambda action: self._doubt(rank, action),
             Load: lambda _: self._load(rank),
             NoteFailure: lambda action: self._note(rank, action),
         }
+
+    def _doubt(self, rank, action):
+        """Withdraw those that are damaged."""
+        self.doubted.append((rank, action.places))
+        self.slots[rank] = [
+            s
+            for s in self.slots[rank]
+            if s.state != DAMAGED
+            or s.generation != action.generation
+            or (s.owner, s.fragment) not in action.places
+        ]
+        return
+        yield
 
     def _state(self, generation, read):
         """Return the state of the bytes that ``read`` names; a read of what is not there fails."""
@@ -290,9 +307,10 @@ class RestoreRig:
             self.moved_bytes += read.length
         self._plans[rank] = plan
         bad = tuple(read for read in mine if states[read] == DAMAGED)
-        foreign = not bad and FOREIGN in states.values()
+        foreign = not bad and FOREIGN in states.values() and UNHEARD not in states.values()
         wrong = plan.rebuilds[rank].fragments if foreign else ()
-        return MoveResult(bad, wrong, self.misfits.get(rank, ""))
+        silent = tuple(read for read in mine if states[read] == UNHEARD)
+        return MoveResult(bad, wrong, self.misfits.get(rank, ""), silent)
 
     def _load(self, rank):
         if rank in self.load_errors:

@@ -8,26 +8,25 @@ from itertools import pairwise
 
 import pytest
 
+from recovery.admission import Admission, admission_key, parse_admission, propose
 from recovery.commit import (
+    KeyLog,
+    abort_value,
+    decision_key,
+    held_root,
+    merge_held,
+    parse_decision,
+)
+from recovery.errors import RecoveryError
+from recovery.ledger import (
     ABORTED,
     ADMITTED,
     COMMITTED,
     HELD,
     STAGED,
     TRANSITIONS,
-    Admission,
-    KeyLog,
     Ledger,
-    abort_value,
-    admission_key,
-    decision_key,
-    held_root,
-    merge_held,
-    parse_admission,
-    parse_decision,
-    propose,
 )
-from recovery.errors import RecoveryError
 from recovery.manifest import Generation, generation_id
 from recovery.tree import FANOUT
 

@@ -236,6 +236,21 @@ def test_a_report_takes_the_records_of_its_own_job_only():
     assert {(h.rank, h.owner, h.world) for h in report.holdings} == {(5, 3, 8)}
     assert (report.rank, report.committed, report.failures) == (5, NEW, ("f",))
     assert [h.length for h in report.holdings] == [10_000, 5_000]
+    for holding, record in zip(report.holdings, (records[2], records[0]), strict=True):
+        assert holding.generation == record.generation
+        assert holding.kind == ShardKind(2, 1, 10_000, record.shard_digest.hex())
+
+
+def test_the_cause_is_told_of_the_kind_that_came_nearest():
+    """Two shards of one owner, one fragment of the first and two of the second: two are counted."""
+    few, more = kind_of(3, 1, "f"), kind_of(3, 1, "0")
+    holdings = (
+        hold(NEW, 0, 0, 0, kind=few),
+        hold(NEW, 0, 0, 1, kind=more),
+        hold(NEW, 0, 1, 2, kind=more),
+    )
+    choice = choose(Inventory(holdings))
+    assert choice.lost == {0: "2 of 3 distinct fragments and no whole copy"}
 
 
 def test_taking_a_holding_off():

@@ -184,8 +184,22 @@ def test_auto_takes_the_widest_stripe_that_survives_two(nodes):
 
 @pytest.mark.parametrize("text", ["none", "copies:1", "copies:3", "stripe:1+1", "stripe:6+2"])
 def test_names_read_back(text):
-    """A redundancy prints as the text that made it."""
-    assert str(parse_redundancy(text, 16)) == text
+    """A redundancy prints as the text that made it, and is of the kind that the text begins with."""
+    found = parse_redundancy(text, 16)
+    assert str(found) == text
+    assert found.kind == text.partition(":")[0]
+
+
+def test_the_most_copies_that_the_code_can_count_are_taken():
+    """64 copies are fragments 0 to 63 of one code: the last number that is not refused."""
+    assert parse_redundancy("copies:64", 100) == Redundancy("copies", 1, 63)
+
+
+def test_auto_is_a_redundancy_like_any_other():
+    """What "auto" stands for equals what its name stands for: one kind, one code."""
+    for nodes in range(1, 10):
+        found = parse_redundancy("auto", nodes)
+        assert found == parse_redundancy(str(found), nodes)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +253,19 @@ def test_a_topology_knows_nodes_by_their_lowest_rank():
     assert topology.same_node(0, 2)
     assert not topology.same_node(0, 1)
     assert topology.describe() == "4 ranks on 3 nodes (z: ranks [0, 2]; a: ranks [1]; b: ranks [3])"
-    with pytest.raises(LayoutError):
+    with pytest.raises(LayoutError, match="at least one rank"):
         Topology(())
+
+
+@cases
+def test_a_stripe_names_its_code_and_its_encoder(redundancy):
+    """Every owner encodes its own stripe, with the code of the layout; groups cover all nodes."""
+    for layout in even_layouts(redundancy, 2):
+        assert [(s.owner, s.encoder) for s in layout.stripes] == [
+            (rank, rank) for rank in range(layout.topology.world)
+        ]
+        assert {stripe.code for stripe in layout.stripes} == {redundancy.code}
+        assert tuple(node for group in layout.groups for node in group) == layout.topology.nodes
 
 
 def test_a_layout_describes_itself():

@@ -140,6 +140,13 @@ def test_a_record_fits_its_reserved_bytes(record):
     assert len(encode_record(record)) <= record_capacity(record.length, record.chunk_bytes)
 
 
+@pytest.mark.parametrize(("length", "chunks"), [(0, 0), (1, 1), (CHUNK, 1), (CHUNK + 1, 2)])
+def test_what_a_record_may_need_is_counted_in_started_chunks(length, chunks):
+    """A digest for each started chunk, one more for each of 64 fragments, and the longest text."""
+    reserved = record_capacity(length, CHUNK)
+    assert reserved == PRELUDE_BYTES + manifest.MAX_JSON_BYTES + DIGEST_BYTES * (chunks + 64)
+
+
 @pytest.mark.parametrize(
     ("raw", "decode"),
     [

@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 
 from recovery.actions import Await, CompareSet, Got, Missing, Publish
 from recovery.commit import (
-    ABORTED,
-    COMMITTED,
-    HELD,
     Connect,
     Exchange,
     ExchangeResult,
@@ -26,6 +23,7 @@ from recovery.commit import (
     held_root,
     save_session,
 )
+from recovery.ledger import ABORTED, COMMITTED, HELD
 from recovery.manifest import WHOLE
 from recovery.offer import encode_offer
 from recovery.tree import dump

@@ -108,7 +108,7 @@ class Member:
         """Train and save the steps, each committed before the next."""
         for step in steps:
             self.train(step)
-            self.ckpt.save(step).wait("committed", COMMIT_S)
+            self.ckpt.save(step, when_busy="wait").wait("committed", COMMIT_S)
 
     def restore(self) -> dict[str, Any]:
         """Restore, see that the live state is what the step says, and return the event."""

@@ -24,6 +24,7 @@ import replica.opening
 import replica.saver
 import replica.store
 from erasure.errors import PlanariaError
+from replica import fault_points
 from replica.demo.train import build, parse_options
 from replica.encode import EncodePass
 from replica.transports.gloo import GlooChannel
@@ -37,13 +38,32 @@ def announce(event: str) -> None:
     raise NotImplementedError(event)
 
 
+class _Events(list):
+    """The events so far, and a wait for one to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._more = threading.Condition()
+
+    def append(self, event: dict) -> None:
+        """Take one more; called in whichever thread it happens."""
+        with self._more:
+            super().append(event)
+            self._more.notify_all()
+
+    def wait_for(self, there: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until ``there`` holds, which is asked at every event; whether it does."""
+        with self._more:
+            return self._more.wait_for(there, timeout_s)
+
+
 class _Here:
     def __init__(self) -> None:
         self.checkpointer: Any = None
         self.state: dict[str, Any] = {}
         self.ticket: Any = None
         self.tickets: dict[int, Any] = {}
-        self.events: list[dict] = []
+        self.events = _Events()
         self.undo: list[Callable[[], None]] = []
         self.store: Any = None
         self.client: Any = None
@@ -153,7 +173,7 @@ def state_is(owner: int, step: int) -> bool:
 def make(owner: int, step: int, elements: int = 4000, **options: Any) -> None:
     """Make a Checkpointer over the toy of ``owner`` at ``step``."""
     HERE.state = toy(owner, step, elements)
-    HERE.events = []
+    HERE.events = _Events()
     HERE.checkpointer = replica.Checkpointer(HERE.state, on_event=HERE.events.append, **options)
 
 
@@ -233,6 +253,18 @@ def events(kind: str) -> list[dict]:
     return [dict(event) for event in HERE.events if event["event"] == kind]
 
 
+def await_event(kind: str, timeout_s: float) -> dict | None:
+    """Wait for an event of a kind; the first of them, None when none came."""
+    HERE.events.wait_for(lambda: bool(events(kind)), timeout_s)
+    return next(iter(events(kind)), None)
+
+
+def await_protection(timeout_s: float) -> str:
+    """Wait until what is kept is fully protected; how protected it is."""
+    HERE.events.wait_for(lambda: status()["protected"] == "full", timeout_s)
+    return status()["protected"]
+
+
 def close() -> None:
     """Close; the group stays."""
     HERE.checkpointer.close()
@@ -270,7 +302,7 @@ def build_training(seed: int) -> None:
 
 def make_for_training(**options: Any) -> None:
     """Make a Checkpointer over the training."""
-    HERE.events = []
+    HERE.events = _Events()
     state = HERE.training.state()
     HERE.checkpointer = replica.Checkpointer(state, on_event=HERE.events.append, **options)
 
@@ -334,6 +366,20 @@ def at(point: str, action: str) -> None:
         _wrap(GlooChannel, "send", lambda *_: True, act, after=True)
     else:
         _wrap(EncodePass, "run", lambda *_: True, act)
+
+
+def arm(point: str, action: str) -> None:
+    """At the first passage of a fault point: "kill" or "stop" this process by its own hand."""
+    signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+    def fail(reached: str) -> None:
+        if reached == point:
+            fault_points.set_hook(None)
+            # To this very thread: it must not go on while another one takes the signal.
+            signal.pthread_kill(threading.get_ident(), signals[action])
+
+    fault_points.set_hook(fail)
+    HERE.undo.append(lambda: fault_points.set_hook(None))
 
 
 def _wrap(

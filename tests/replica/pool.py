@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -71,7 +71,11 @@ class Worker:
         self._said = b""
         self._events: list[str] = []
         self._answers: list[dict] = []
-        self.process = subprocess.Popen(
+        self.process = self._launch()
+        self.pid = self.process.pid
+
+    def _launch(self) -> subprocess.Popen:
+        return subprocess.Popen(
             [sys.executable, "-m", "tests.replica.worker", str(os.getpid())],
             cwd=ROOT,
             env=worker_environment(),
@@ -80,7 +84,6 @@ class Worker:
             stderr=self._log,
             bufsize=0,
         )
-        self.pid = self.process.pid
 
     def start(self, job: str, /, **args: object) -> None:
         """Begin a job; one at a time."""
@@ -180,20 +183,21 @@ class Worker:
 
 
 class Pool:
-    """Up to ``size`` workers. ``take`` lends some, ``give_back`` keeps those that are clean."""
+    """``size`` workers, or as many as are wanted at once. ``give_back`` keeps the clean ones."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, make: Callable[[], Worker] = Worker) -> None:
+        self._size, self._make = size, make
         self._idle: list[Worker] = []
         self._lent: list[Worker] = []
 
     def warm(self) -> None:
         """Start what is missing without waiting for it."""
         while len(self._idle) + len(self._lent) < self._size:
-            self._idle.append(Worker())
+            self._idle.append(self._make())
 
     def take(self, count: int) -> list[Worker]:
         """Lend ``count`` workers that are ready."""
+        self._size = max(self._size, len(self._lent) + count)
         self.warm()
         taken = [self._idle.pop(0) for _ in range(count)]
         self._lent += taken
@@ -232,6 +236,11 @@ class Pool:
                 self._lent.remove(worker)
                 worker._events.append("ready")
                 self._idle.insert(0, worker)
+
+    @property
+    def pids(self) -> set[int]:
+        """Every worker that runs."""
+        return {worker.pid for worker in self._idle + self._lent}
 
     def end(self) -> None:
         """End every worker."""

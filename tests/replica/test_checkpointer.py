@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from pathlib import Path
@@ -308,6 +309,14 @@ def test_events_tell_of_saves_and_restores(make):
     assert (something["step"], something["source"]) == (2, "own")
     assert something["shard_bytes"] == save["bytes"] == something["bytes_local"]
     assert set(something["seconds"]) == {"inventory", "transfer", "decode", "load", "total"}
+
+
+def test_a_listener_may_be_the_method_of_any_object(make):
+    """on_event is a queue's put, and a queue has locks, which cannot be copied: events arrive."""
+    events = queue.Queue()
+    with make({"x": 1}, on_event=events.put) as one:
+        one.save(1).wait("committed", COMMIT_S)
+    assert events.get(timeout=COMMIT_S)["outcome"] == "committed"
 
 
 def test_a_listener_that_raises_harms_no_save(make, caplog):

@@ -19,6 +19,12 @@ from replica import cli
 from replica.errors import ConfigError
 from tests.sources import ROOT
 
+COMMANDS = ("status", "verify", "clean")
+"""Those that look at arenas."""
+LAUNCH = "import sys; sys.argv[0] = '/bin/planaria'; from replica.cli import main; "
+PROGRAM = [sys.executable, "-c", f"{LAUNCH}sys.exit(main())"]
+"""The command as its own process, started as pip's script starts it."""
+
 
 def generation(epoch: int, step: int) -> Generation:
     """Make a generation whose id follows from its step."""
@@ -95,6 +101,27 @@ def test_the_json_has_every_field_of_every_arena(open_arena, arena_dir, capsys):
             }
         ],
         "committed_step": 40,
+        "jobs": {"job": {"committed_step": 40}},
+        "generations": [
+            {
+                "job": "job",
+                "epoch": 2,
+                "step": 40,
+                "generation": f"{40:032x}",
+                "world": 4,
+                "committed": True,
+                "holders": [{"owner": 3, "fragment": 1, "rank": 3, "node_id": "n"}],
+                "recoverable_owners": [],
+                "missing_owners": {
+                    "0": "0 of 2 distinct fragments and no whole copy",
+                    "1": "0 of 2 distinct fragments and no whole copy",
+                    "2": "0 of 2 distinct fragments and no whole copy",
+                    "3": "1 of 2 distinct fragments and no whole copy",
+                },
+                "protection": None,
+                "exact": False,
+            }
+        ],
     }
 
 
@@ -120,7 +147,8 @@ def test_the_newest_step_is_so_by_epoch_first(open_arena, arena_dir, capsys):
 
 def test_one_job_or_none(open_arena, arena_dir, capsys):
     """--job shows that job alone; no arenas at all is an empty list and null, not an error."""
-    assert status(capsys, arena_dir) == {"arenas": [], "committed_step": None}
+    empty = {"arenas": [], "committed_step": None, "jobs": {}, "generations": []}
+    assert status(capsys, arena_dir) == empty
     open_arena(job="a").update_head(committed=generation(1, 1))
     open_arena(job="b").update_head(committed=generation(1, 2))
     shown = status(capsys, arena_dir, "--job", "a")
@@ -144,7 +172,7 @@ def test_status_for_people_says_the_same(open_arena, arena_dir, capsys):
         "slot 0 (own, 1000 bytes): nothing valid",
         "slot 1 (held, 500 bytes): fragment 1 of owner 1, step 40, epoch 2",
         "slot 2 (held, 1000 bytes): whole shard of owner 3, step 40, epoch 2",
-        "newest committed step: 40",
+        "job job: newest committed step 40",
     ):
         assert part in out
     arena.close()
@@ -172,7 +200,7 @@ def test_the_directory_comes_from_the_environment(open_arena, arena_dir, capsys,
     assert status(capsys, other)["arenas"] == []
 
 
-@pytest.mark.parametrize("command", ["status", "clean"])
+@pytest.mark.parametrize("command", ["status", "verify", "clean"])
 def test_a_directory_that_is_not_there_is_one_sentence_and_exit_1(arena_dir, capsys, command):
     """No traceback: the path is named on standard error, and standard output stays empty."""
     code, out, err = run(capsys, command, "--arena-dir", arena_dir / "missing")
@@ -234,6 +262,7 @@ def test_clean_removes_one_dead_job(open_arena, arena_dir, capsys):
         ["status", "extra"],
         ["status", "--job"],
         ["clean", "--json"],
+        ["verify", "--all"],
         ["clean", "--dry-run=yes"],
     ],
 )
@@ -244,12 +273,12 @@ def test_a_wrong_command_line_exits_2(argv, capsys):
     assert "usage: planaria" in err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["status", "--help"], ["clean", "--help"]])
+@pytest.mark.parametrize("argv", [["--help"], *([c, "--help"] for c in COMMANDS)])
 def test_help_exits_0(argv, capsys):
     """Help names the commands, or the command's options, on standard output."""
     code, out, err = run(capsys, *argv)
     assert (code, err) == (0, "")
-    assert "--arena-dir" in out or all(word in out for word in ("status", "clean", "demo"))
+    assert "--arena-dir" in out or all(word in out for word in (*COMMANDS, "demo"))
 
 
 @pytest.fixture
@@ -305,11 +334,48 @@ def test_the_demo_gets_the_rest_of_the_line_and_decides_the_exit_code(monkeypatc
 def test_the_command_runs_as_a_process(open_arena, arena_dir):
     """From a shell: one JSON object on standard output, exit code 0 as the process's own."""
     open_arena()
-    program = [sys.executable, "-c", "import sys; from replica.cli import main; sys.exit(main())"]
     shown = subprocess.run(
-        [*program, "status", "--json", "--arena-dir", arena_dir],
+        [*PROGRAM, "status", "--json", "--arena-dir", arena_dir],
         cwd=ROOT,
         capture_output=True,
         check=True,
     )
     assert len(json.loads(shown.stdout)["arenas"]) == 1
+
+
+def test_commands_that_look_at_arenas_do_not_load_torch(open_arena, arena_dir):
+    """Each command is run in a fresh interpreter over an arena with a slot: torch stays out."""
+    open_arena().allocate(500, "held").write_record(record())
+    program = f"""
+{LAUNCH}
+codes = [main([word, "--arena-dir", {str(arena_dir)!r}]) for word in {COMMANDS!r}]
+print(codes, "torch" in sys.modules, file=sys.stderr)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.stderr == "[0, 0, 0] False\n"
+
+
+@pytest.mark.parametrize("argv", [["status"], ["status", "--json"], ["verify"]])
+def test_a_reader_that_leaves_gets_no_traceback(open_arena, arena_dir, argv):
+    """Standard output is a pipe that nobody reads any more, as after ``| head``: not a word."""
+    open_arena()
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*PROGRAM, *argv, "--arena-dir", arena_dir]
+    try:
+        ran = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writer)
+    assert (ran.returncode, ran.stderr) == (cli.READER_GONE, b"")
+
+
+def test_an_interrupted_command_says_so_by_its_code(added, monkeypatch, capsys):
+    """Ctrl-C while a command runs: no traceback, exit code 130."""
+
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "made_up_commands", types.SimpleNamespace(run=interrupted))
+    assert run(capsys, "soak") == (cli.INTERRUPTED, "", "")

@@ -34,6 +34,22 @@ class Refusing:
         return self._inner.connect(name, rank, peer, store, timeout_s)
 
 
+class Stuck:
+    """A transport that connects only once it is let go, whatever its deadline, as gloo may."""
+
+    def __init__(self) -> None:
+        self.gate, self.closed = threading.Event(), threading.Event()
+
+    def connect(self, name, rank, peer, store, timeout_s):
+        """Wait, then give something that can be closed."""
+        self.gate.wait(WAIT_S)
+        return self
+
+    def close(self):
+        """Note it."""
+        self.closed.set()
+
+
 class Flaky(MemoryStore):
     """A store that can be lost."""
 
@@ -186,6 +202,22 @@ def test_a_failed_connection_is_tried_anew_under_another_name():
     assert ensure(links) == [{}, {}]
     assert carries(links[0], links[1], 1, 0)
     assert len({name for name, _ in transport.names}) == 2
+
+
+@pytest.mark.parametrize("wait_s", [0.2, WAIT_S])
+def test_a_transport_that_is_stuck_is_left_behind(wait_s):
+    """The peer is ready and its bytes never come: ended by the deadline, or when it is for nothing.
+
+    What is made in the end is closed.
+    """
+    transport, store = Stuck(), MemoryStore()
+    (links, _) = links_of(2, transport, store)
+    store.set("pair/0-1/0/ready-1", b"1")
+    words = links.ensure([1], wait_s, lambda: wait_s == WAIT_S)
+    assert words == {1: "rank 1 was not reached by rank 0 in time"}
+    assert store.check(["pair/0-1/0/broken"])
+    transport.gate.set()
+    assert transport.closed.wait(WAIT_S)
 
 
 def test_a_break_that_could_not_be_told_is_told_later():

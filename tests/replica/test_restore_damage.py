@@ -148,8 +148,8 @@ def test_a_fragment_of_another_generation_is_never_combined(trained):
     nodes = without_a(trained)
     new, old = slots(trained, 2, 0, 1)[0], slots(trained, 1, 0, 1)[0]
     new.rewrite(old.record, old.payload())
-    assert steps(restored(trained, nodes)) == {2}
     assert slots(trained, 2, 0, 1) == []
+    assert steps(restored(trained, nodes)) == {2}
 
 
 def test_another_owners_whole_shard_is_not_taken_for_ones_own(trained):
@@ -237,14 +237,14 @@ def test_after_damage_the_next_save_protects_everybody_again(trained):
     slots(trained, 2, 0, 1)[0].flip()
 
     def go_on(me):
-        assert me.restore()["step"] == 2
-        before = me.ckpt.status()["protection"]
+        event = me.restore()
+        assert event["step"] == 2
         me.commit(3)
-        return before, me.ckpt.status()["protection"]
+        return event["protection"], me.ckpt.status()["protection"]
 
     befores = Cluster(trained, nodes, LAYOUT).run(go_on)
     assert {after for _, after in befores} == {2}
     assert {before for before, _ in befores} == {0}
     lose(trained, [nodes[0], nodes[2]])
-    assert steps(restored(trained, renumbered(nodes, [nodes[0], nodes[2]]))) == {3}
     assert all(slot.record.fragment != WHOLE for slot in slots(trained, 3, 0))
+    assert steps(restored(trained, renumbered(nodes, [nodes[0], nodes[2]]))) == {3}

@@ -210,7 +210,8 @@ def test_a_restore_in_a_running_process_lowers_the_protection_that_is_told(train
                 if slot.kind == OWN and slot.record and slot.record.generation.step == 3:
                     slot.data[300] ^= 1
         assert me.restore()["step"] == 3
-        assert me.ckpt.status()["protection"] == 0
+        (event,) = [e for e in me.events if e["event"] == "restore"]
+        assert event["protection"] == 0
         me.commit(4)
         assert me.ckpt.status()["protection"] == 1
 

@@ -186,7 +186,7 @@ def test_a_crew_remembers_failures_and_waits_for_all():
 def encode_pass(code, shard, fragments=None, deadline_s=WAIT_S):
     """Make a pass over a shard that ends by a deadline."""
     count = code.n if fragments is None else fragments
-    made = EncodePass(code, shard, ParityRing(code), count, time.monotonic)
+    made = EncodePass(code, shard, ParityRing(code), range(count), time.monotonic)
     made.deadline_s = time.monotonic() + deadline_s
     return made
 

@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import traceback
+from collections import ChainMap
 
 from tests.replica.tether import die_with_parent
 
@@ -31,19 +32,25 @@ def say(message: dict) -> None:
 
 
 def main(parent: int) -> None:
-    """Serve jobs until standard input ends."""
-    os.dup2(2, 1)
+    """Serve jobs until standard input ends, or the parent does."""
     # A stopped worker cannot see the end of its input.
     die_with_parent(parent)
+    serve("tests.replica.jobs")
+
+
+def serve(*modules: str) -> None:
+    """Serve the jobs of these modules, the first that has it, until standard input ends."""
+    os.dup2(2, 1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(levelname)s %(message)s")
-    jobs = importlib.import_module("tests.replica.jobs")
-    jobs.announce = lambda event: say({"event": event})
+    found = [importlib.import_module(name) for name in modules]
+    jobs = ChainMap(*map(vars, found))
+    found[-1].announce = lambda event: say({"event": event})
     say({"event": "ready"})
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            answer = {"value": getattr(jobs, asked["job"])(**asked["args"])}
+            answer = {"value": jobs[asked["job"]](**asked["args"])}
         except Exception as error:  # noqa: BLE001 - the test decides what it means
             trace = traceback.format_exc()
             answer = {"error": {"kind": type(error).__name__, "text": str(error), "trace": trace}}

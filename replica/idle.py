@@ -1,0 +1,114 @@
+"""What the background thread does between two saves: it mends the base and scrubs idle slots."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from recovery.ledger import Ledger
+from recovery.manifest import Generation
+from recovery.mend import DONE, PART, MendOutcome
+from replica.errors import StoreError
+from replica.job import Job
+from replica.mender import Mender
+from replica.runner import Runner
+from replica.saver import Saver
+from replica.scrub import Scrubber
+
+log = logging.getLogger("planaria")
+
+
+class Keeper(Protocol):
+    """The driver, as seen from here: it keeps the ledger, and tells of what happened."""
+
+    counts: Any
+    protection: int
+
+    @property
+    def emit(self) -> Callable[[dict[str, Any]], None]: ...
+
+    def read(self) -> Ledger: ...
+    def begin_mend(self, name: str, sequence: int) -> set[str] | None: ...
+    def end_mend(self, protection: int | None) -> None: ...
+    def look(self) -> None: ...
+
+
+class Idle:
+    """One turn at a time, in the background thread, when nothing else is to be done."""
+
+    def __init__(self, job: Job, saver: Saver, runner: Runner, keeper: Keeper) -> None:
+        self._job, self._keeper = job, keeper
+        self.mender = Mender(job, saver, runner, keeper.read)
+        self._scrubber = Scrubber(job.arena, job.config.options.scrub_bytes_per_s)
+
+    def turn(self) -> None:
+        """Mend the base if that is called for, else verify a little of it."""
+        base = self._keeper.read().base
+        if base is None or not self._job.layout.redundancy.n:
+            return
+        try:
+            why = self.mender.wanted()
+        except StoreError as error:
+            log.info("rank %d could not look for a mend: %s", self._job.rank, error)
+            why = ""
+        if why:
+            self._mend(base, why)
+        else:
+            self._scrub()
+
+    def _mend(self, base: Generation, why: str) -> None:
+        """Mend the base, unless a save came in between."""
+        mender, keeper, job = self.mender, self._keeper, self._job
+        started_s = job.clock.now_s()
+        published = keeper.begin_mend(mender.name, mender.sequence)
+        if published is None:
+            return
+        outcome = MendOutcome("failed", -1, "it raised")
+        try:
+            outcome = mender.run(base, published)
+        finally:
+            mender.ended(outcome)
+            known = outcome.state in (DONE, PART)
+            committed = job.arena.head.committed
+            if outcome.state == DONE and (committed is None or committed < base):
+                # Every rank holds it again under this epoch: as good as committed.
+                job.arena.update_head(committed=base)
+            keeper.end_mend(outcome.protection if known else None)
+        keeper.counts.mended += outcome.state == DONE
+        full = outcome.protection == job.layout.redundancy.survivable_nodes
+        level = logging.INFO if full or not known else logging.WARNING
+        text = "rank %d: step %d, mended because %s: %s, %d more nodes may be lost; %s"
+        facts = (job.rank, base.step, why, outcome.state, outcome.protection, outcome.reason)
+        log.log(level, text, *facts)
+        keeper.emit(
+            {
+                "event": "mend",
+                "step": base.step,
+                "generation": base.id,
+                "why": why,
+                "outcome": outcome.state,
+                "protection": outcome.protection if known else None,
+                "reason": outcome.reason,
+                "sent_bytes": mender.sent_bytes,
+                "regrown_bytes": mender.regrown_bytes,
+                "seconds": {"total": job.clock.now_s() - started_s},
+            }
+        )
+
+    def _scrub(self) -> None:
+        ledger, keeper = self._keeper.read(), self._keeper
+        slot = self._scrubber.turn(self._job.clock.now_s(), (ledger.base, ledger.kept))
+        if slot is None or slot.record is None:
+            return
+        record = slot.record
+        slot.invalidate()
+        keeper.counts.damaged += 1
+        keeper.protection = max(-1, keeper.protection - 1)
+        part = "the whole shard" if record.fragment < 0 else f"fragment {record.fragment}"
+        what = f"{part} of owner {record.owner} in {record.generation.describe()}"
+        log.error("rank %d: %s does not verify any more and is withdrawn", self._job.rank, what)
+        event = {"event": "scrub", "step": record.generation.step, "owner": record.owner}
+        keeper.emit(event | {"fragment": record.fragment, "generation": record.generation.id})
+        self.mender.call("scrubbing found damage")
+        keeper.look()

@@ -1,0 +1,103 @@
+"""Scrubbing: what lies idle in the arena is read again and compared with its digests.
+
+Memory rots, and a fragment may lie for hours between two saves. While the background thread has
+nothing else to do it verifies the slots of the base, chunk by chunk, at a bounded rate, round and
+round. A damaged slot becomes an erasure: its record is withdrawn, and the base is mended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from erasure.digest import CHUNK_BYTES, DIGEST_BYTES, digest
+from recovery.manifest import WHOLE, Generation, SlotRecord
+from replica.arena import Arena, Slot
+
+TURN_BYTES_MAX = 16 * CHUNK_BYTES
+"""Most bytes of one turn, so that a save that comes never waits long for it."""
+
+
+@dataclass
+class Scrubber:
+    """Verifies an arena's slots in turns, from one thread.
+
+    ``bytes_per_s``: the rate; 0: never. ``rounds``: how often every slot was seen through.
+    """
+
+    arena: Arena
+    bytes_per_s: float
+    rounds: int = 0
+    verified_bytes: int = 0
+    _place: tuple[int, int] = (-1, 0)
+    """The slot that is being read and the next chunk of it."""
+    _last_s: float | None = None
+
+    def turn(self, now_s: float, wanted: Collection[Generation | None]) -> Slot | None:
+        """Verify as many chunks as the time since the last turn allows, of ``wanted`` generations.
+
+        A slot that turns out to be damaged is returned; its record stands until ``invalidate``.
+        """
+        since_s = 1.0 if self._last_s is None else now_s - self._last_s
+        self._last_s = now_s
+        budget = min(since_s * self.bytes_per_s, TURN_BYTES_MAX)
+        while budget > 0:
+            slot = self._next(wanted)
+            if slot is None or slot.record is None:
+                return None
+            number, chunk = self._place
+            for index, (start, stop, expected) in enumerate(chunks_of(slot.record)):
+                if index < chunk:
+                    continue
+                if budget <= 0:
+                    self._place = (number, index)
+                    return None
+                budget -= stop - start
+                self.verified_bytes += stop - start
+                if digest(slot.data[start:stop]) != expected:
+                    self._place = (number + 1, 0)
+                    return slot
+            self._place = (number + 1, 0)
+        return None
+
+    def _next(self, wanted: Collection[Generation | None]) -> Slot | None:
+        """The slot at the place; past the last one a round is over, and this turn with it."""
+        slots = [
+            slot
+            for number, slot in sorted(self.arena.slots.items())
+            if slot.record is not None and slot.generation in wanted and not slot.busy
+            if number >= self._place[0]
+        ]
+        if not slots:
+            self.rounds += self._place[0] > 0
+            self._place = (-1, 0)
+            return None
+        if slots[0].number != self._place[0]:
+            self._place = (slots[0].number, 0)
+        return slots[0]
+
+
+def verifies(slot: Slot) -> bool:
+    """Whether every byte that the slot's record vouches for is as its owner digested it."""
+    if slot.record is None:
+        return False
+    return all(
+        digest(slot.data[start:stop]) == expected
+        for start, stop, expected in chunks_of(slot.record)
+    )
+
+
+def chunks_of(record: SlotRecord) -> Iterator[tuple[int, int, bytes]]:
+    """(start, stop, digest) of every chunk of a slot's payload, in the order of its digests.
+
+    A whole shard has the chunks of its data fragments, one fragment after another.
+    """
+    spans = [(0, record.length)]
+    if record.fragment == WHOLE:
+        spans = [record.code.span(index, record.shard_bytes) for index in range(record.k)]
+    place = 0
+    for begin, end in spans:
+        for start in range(begin, end, record.chunk_bytes):
+            expected = record.chunk_digests[place : place + DIGEST_BYTES]
+            yield start, min(start + record.chunk_bytes, end), expected
+            place += DIGEST_BYTES

@@ -1,0 +1,258 @@
+"""An exception from a signal handler, as Ctrl-C's, at any moment of start, save, restore and close.
+
+The rank runs in the main thread, where a real signal strikes; its handler raises what no ``except
+Exception`` catches. Afterwards ``close`` must not wait for what will never come, nothing may stay
+locked, and the next start must find the newest committed step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from replica.arena import read_arenas
+from replica.checkpointer import Checkpointer
+from replica.driver import Driver
+from replica.encode import EncodePass
+from replica.fetch import Fetcher
+from replica.snapshot import LoadPlan, Snapshot
+from replica.staging import Stager
+from replica.timed_store import TimedStore
+from tests.replica.inprocess import COMMIT_S, Cluster, outcomes
+
+TIMEOUT_S = 30.0
+"""Deadline of the Checkpointers: what is over much sooner did not wait for it."""
+SOON_S = TIMEOUT_S / 3
+
+
+class Interrupted(BaseException):
+    """What the handler raises."""
+
+
+@pytest.fixture
+def strike(monkeypatch):
+    """Return a function that has the signal strike at the first passage of a method of ours."""
+
+    def handler(number, frame):
+        raise Interrupted
+
+    former = signal.signal(signal.SIGUSR1, handler)
+
+    def arrange(owner: type, name: str, *, after: bool = False) -> list[str]:
+        inner, struck = getattr(owner, name), []
+
+        def method(*args, **more):
+            if struck or threading.current_thread() is not threading.main_thread():
+                return inner(*args, **more)
+            struck.append(name)
+            found = inner(*args, **more) if after else None
+            signal.raise_signal(signal.SIGUSR1)
+            return found
+
+        monkeypatch.setattr(owner, name, method)
+        return struck
+
+    yield arrange
+    signal.signal(signal.SIGUSR1, former)
+
+
+def alone(arena_dir, **options):
+    """Make the only rank of a job."""
+    options = {"timeout_s": TIMEOUT_S} | options
+    return Cluster(arena_dir, ["a"], "none", **options).member(0)
+
+
+def close_soon(me) -> None:
+    """Close in much less than any deadline; nothing of ours runs afterwards."""
+    started_s = time.monotonic()
+    me.ckpt.close()
+    me.ckpt.close()
+    assert time.monotonic() - started_s < SOON_S
+    assert [t.name for t in threading.enumerate() if t.name.startswith("planaria")] == []
+
+
+def check_next_start(arena_dir, step) -> None:
+    """No lock is left, and what was committed is found, in this process and its arena."""
+    (view,) = read_arenas(arena_dir)
+    assert not view.alive
+    again = alone(arena_dir)
+    assert again.restore()["step"] == step
+    again.commit((step or 0) + 10)
+    close_soon(again)
+
+
+SAVE = [
+    (TimedStore, "compare_set", False),
+    (TimedStore, "compare_set", True),
+    (Driver, "wait_decided", False),
+    (Driver, "change", False),
+    (Driver, "change", True),
+    (Stager, "_copy", False),
+    (Stager, "_own_slot", True),
+    (Snapshot, "capture_into", False),
+    (Snapshot, "capture_into", True),
+    (Driver, "submit", False),
+    (Driver, "submit", True),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), SAVE)
+def test_in_the_middle_of_a_save(arena_dir, strike, owner, name, after):
+    """Step 2's save is broken off at each of its calls: closing is quick, and 1 or 2 is found."""
+    me = alone(arena_dir)
+    me.commit(1)
+    struck = strike(owner, name, after=after)
+    me.train(2)
+    with pytest.raises(Interrupted):
+        me.ckpt.save(2)
+    assert struck
+    close_soon(me)
+    (view,) = read_arenas(arena_dir)
+    assert view.head.committed.step in (1, 2)
+    check_next_start(arena_dir, view.head.committed.step)
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), SAVE)
+def test_saving_goes_on_after_a_broken_save(arena_dir, strike, owner, name, after):
+    """A script that catches the interrupt and trains on: a later step is saved and committed."""
+    me = alone(arena_dir)
+    me.commit(1)
+    strike(owner, name, after=after)
+    me.train(2)
+    with pytest.raises(Interrupted):
+        me.ckpt.save(2)
+    started_s = time.monotonic()
+    me.train(3)
+    me.ckpt.save(3, when_busy="wait").wait("committed", COMMIT_S)
+    assert time.monotonic() - started_s < SOON_S
+    close_soon(me)
+    check_next_start(arena_dir, 3)
+
+
+def test_while_a_save_waits_for_the_one_before(arena_dir, strike, monkeypatch):
+    """With a save held behind, the interrupt ends ``save(when_busy="wait")``; both steps are sane."""
+    gate = threading.Event()
+    inner = EncodePass.run
+    monkeypatch.setattr(EncodePass, "run", lambda self: (gate.wait(COMMIT_S), inner(self))[1])
+    me = alone(arena_dir)
+    me.train(1)
+    me.ckpt.save(1)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+    strike(Checkpointer, "status")
+    timer.start()
+    with pytest.raises(Interrupted):
+        me.ckpt.save(2, when_busy="wait")
+    gate.set()
+    close_soon(me)
+    check_next_start(arena_dir, 1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Fetcher, "run"), (Snapshot, "prepare"), (TimedStore, "compare_set")]
+)
+def test_in_the_middle_of_a_restore(arena_dir, strike, owner, name):
+    """Before the live objects are touched: they are as they were, and the next start restores."""
+    me = alone(arena_dir)
+    me.commit(1)
+    close_soon(me)
+    me = alone(arena_dir)
+    struck = strike(owner, name)
+    with pytest.raises(Interrupted):
+        me.ckpt.restore()
+    assert struck
+    assert me.is_at(0)
+    close_soon(me)
+    check_next_start(arena_dir, 1)
+
+
+def test_in_the_middle_of_loading(arena_dir, strike):
+    """After the live objects were touched: closing is quick, and the next start restores."""
+    me = alone(arena_dir)
+    me.commit(1)
+    close_soon(me)
+    me = alone(arena_dir)
+    strike(LoadPlan, "commit", after=True)
+    with pytest.raises(Interrupted):
+        me.ckpt.restore()
+    close_soon(me)
+    check_next_start(arena_dir, 1)
+
+
+CLOSE = [
+    (Driver, "wait_decided"),
+    (Driver, "stop"),
+    (Checkpointer, "_say_goodbye"),
+    (TimedStore, "close"),
+]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("owner", "name"), CLOSE)
+def test_in_the_middle_of_closing(arena_dir, strike, owner, name, after):
+    """The interrupt ends ``close``; a second one finishes it, and the arena is free again."""
+    me = alone(arena_dir)
+    me.commit(1)
+    struck = strike(owner, name, after=after)
+    with pytest.raises(Interrupted):
+        me.ckpt.close()
+    assert struck
+    close_soon(me)
+    check_next_start(arena_dir, 1)
+
+
+@pytest.mark.parametrize("name", ["allocate", "update_head"])
+def test_in_the_middle_of_opening(arena_dir, strike, name):
+    """The interrupt ends ``start``: the arena is not kept by a Checkpointer that nobody has."""
+    from replica.arena import Arena  # noqa: PLC0415
+
+    me = alone(arena_dir)
+    struck = strike(Arena, name)
+    with pytest.raises(Interrupted):
+        me.ckpt.start()
+    assert struck
+    close_soon(me)
+    check_next_start_of_nothing(arena_dir)
+
+
+def check_next_start_of_nothing(arena_dir) -> None:
+    """The arena can be opened at once, and there is nothing to restore."""
+    again = alone(arena_dir)
+    assert again.restore()["step"] is None
+    again.commit(1)
+    close_soon(again)
+
+
+def test_an_interrupted_rank_does_not_hold_up_the_others(arena_dir, strike):
+    """Rank 0's copy is broken off: rank 1's save is aborted at once and names rank 0."""
+    cluster = Cluster(arena_dir, ["a", "b"], "copies:1", timeout_s=TIMEOUT_S)
+    members = [cluster.member(rank) for rank in range(2)]
+    reached, told = threading.Event(), []
+
+    def other():
+        me = members[1]
+        me.commit(1)
+        reached.wait(COMMIT_S)
+        me.train(2)
+        ticket = me.ckpt.save(2)
+        with pytest.raises(Exception, match="not committed") as failed:
+            ticket.wait("committed", COMMIT_S)
+        told.append(str(failed.value))
+        me.ckpt.close()
+
+    thread = threading.Thread(target=lambda: outcomes(1, lambda _: other()), daemon=True)
+    thread.start()
+    members[0].commit(1)
+    strike(Stager, "_copy")
+    reached.set()
+    started_s = time.monotonic()
+    members[0].train(2)
+    with pytest.raises(Interrupted):
+        members[0].ckpt.save(2)
+    thread.join(COMMIT_S)
+    assert time.monotonic() - started_s < SOON_S
+    assert "rank 0" in told[0]
+    close_soon(members[0])
