@@ -91,6 +91,10 @@ class Ledger:
         enough = self.kept is not None and protection >= max(0, self.kept_protection)
         return replace(self, mending=False, kept=None if enough else self.kept)
 
+    def give_up_kept(self) -> Ledger:
+        """The base cannot be mended as far as that: saves go on without ``kept``."""
+        return replace(self, kept=None)
+
     def apply(self, event: str) -> Ledger:
         """The ledger after ``event``; one that is not in the table raises and changes nothing."""
         after = TRANSITIONS[self.state].get(event)

@@ -27,9 +27,14 @@ from recovery.plan import RestorePlan
 from recovery.repair import Repair, make_repair
 from recovery.tree import dump, encode_words, load, name_ranks
 
-DONE, PART, GIVEN_UP, FAILED = "done", "part", "given up", "failed"
-"""How a mend ends: fully protected, as far as the living allow, for a restore or an end, or not."""
-_WORST_FIRST = (FAILED, GIVEN_UP, PART, DONE)
+DONE, PART, LOST, GIVEN_UP, FAILED = "done", "part", "ranks lost", "given up", "failed"
+"""How a mend ends: fully protected; as far as could be with every rank there, or around lost ones;
+for a restore, a save or an end; or not."""
+KNOWN = (DONE, PART, LOST)
+"""Ends after which it is known how protected the base is."""
+_WORST_FIRST = (FAILED, GIVEN_UP, LOST, PART, DONE)
+WAITS_OF_OTHERS = 4
+"""So many deadlines may pass one after another for those who do mend."""
 CALL_KEY = "mend/call"
 """Holds the name of the newest mend that was called for."""
 
@@ -62,7 +67,8 @@ class MendOutcome:
 
     ``protection``: how many more nodes may be lost now, -1 when that is not known. ``repair`` is
     what this rank's group set out to do, None when it did not come to that. ``placed``: fragments
-    of the group that were made and are held now.
+    of the group that were made and are held now. ``agreed``: it is the end that all obey, and not
+    only what this rank has seen of it.
     """
 
     state: str
@@ -70,6 +76,7 @@ class MendOutcome:
     reason: str
     repair: Repair | None = None
     placed: frozenset[Fragment] = frozenset()
+    agreed: bool = False
 
 
 class _GiveUp(Exception):
@@ -123,8 +130,10 @@ def decided_keys(name: str, layout: Layout, rank: int) -> set[str]:
 
 
 def give_way(name: str, group: int, why: str) -> Generator[Any, Any, None]:
-    """End a mend for a restore, or the end of this process."""
+    """End a mend for a restore, for a save, or for the end of this process."""
     yield CompareSet(result_key(name, group), encode_words(f"{GIVEN_UP}:-1:{why}"))
+    # Nobody waits for reports any more: with none, all look for the result.
+    yield CompareSet(frozen_key(name, group), dump([]))
     yield CompareSet(over_key(name), encode_words(f"{GIVEN_UP}:-1:{why}"))
 
 
@@ -146,13 +155,13 @@ def mend_session(context: MendContext) -> Generator[Any, Any, MendOutcome]:
             raw = yield CompareSet(key, encode_words(f"{FAILED}:-1:rank {context.rank}: {error}"))
         except _Over as over:
             raw = over.raw
-        state, protection, reason = yield from _conclude(context, bytes(raw))
+        state, protection, reason = yield from _conclude(context, repair, bytes(raw))
     except StoreLost as lost:
         return MendOutcome(FAILED, -1, f"the store was lost: {lost}", repair, placed)
     except RecoveryError as error:
         # The end itself cannot be read: by nobody, so all take it alike.
         return MendOutcome(FAILED, -1, str(error), repair, placed)
-    return MendOutcome(state, protection, reason, repair, placed)
+    return MendOutcome(state, protection, reason, repair, placed, agreed=True)
 
 
 def parse_result(raw: bytes) -> tuple[str, int, str]:
@@ -168,26 +177,44 @@ def parse_result(raw: bytes) -> tuple[str, int, str]:
 def _freeze(context: MendContext) -> Generator[Any, Any, Repair]:
     """Report, and derive the repair from what the first rank to have enough has frozen."""
     group = context.layout.group_of(context.rank)
-    prefix = f"mend/{context.name}/{group}"
+    prefix, frozen_at = f"mend/{context.name}/{group}", frozen_key(context.name, group)
     keys = {f"{prefix}/report/{rank}": rank for rank in context.layout.ranks_of_group(group)}
     mine = f"{prefix}/report/{context.rank}"
     yield Publish(mine, dump(encode_report(context.report)))
-    answer = yield from _await(context, tuple(keys), "report for mending")
+    answer = yield Await(tuple(keys), "reports for mending", frozen_at)
     if isinstance(answer, Missing):
         there = tuple(key for key in keys if key not in answer.keys)
         answer = yield Await(there, "reports for mending", look=True)
-    if not isinstance(answer, Got):
+    if isinstance(answer, Decided):
+        raw = answer.value
+    elif isinstance(answer, Got):
+        reports = [load(answer.values[key], "a report") for key in sorted(answer.values)]
+        raw = yield CompareSet(frozen_at, dump(reports))
+    else:
         raise _GiveUp("a report for mending has vanished")
-    reports = [load(answer.values[key], "a report") for key in sorted(answer.values)]
-    raw = yield CompareSet(frozen_key(context.name, group), dump(reports))
+    result = result_key(context.name, group)
+    over = yield Await((result,), "an end of it before it began", look=True)
+    if isinstance(over, Got):
+        raise _Over(over.values[result])
     frozen = decode_reports(bytes(raw))
     alive = tuple(sorted(report.rank for report in frozen))
     if len(set(alive)) != len(alive) or not set(alive) <= set(keys.values()):
         raise RecoveryError(f"reports of ranks {alive} were frozen for group {group}")
-    if context.rank not in alive:
-        raise _GiveUp("its report came too late")
     inventory = merge_reports(frozen)
-    return make_repair(inventory, context.generation, context.layout, group, alive)
+    repair = make_repair(inventory, context.generation, context.layout, group, alive)
+    if context.rank not in alive:
+        yield from _watch_on(context, repair)
+    return repair
+
+
+def _watch_on(context: MendContext, repair: Repair) -> Generator[Any, Any, None]:
+    """Too late to be in it: the others mend around this rank, and it obeys their result."""
+    key = result_key(context.name, context.layout.group_of(context.rank))
+    what = "the others' result of mending"
+    answer = yield from _await_others((key,), what, None, repair.moving_bytes())
+    if isinstance(answer, Got):
+        raise _Over(answer.values[key])
+    raise _GiveUp("its report came too late, and no result of the others came")
 
 
 def _regrow(context: MendContext, repair: Repair) -> Generator[Any, Any, None]:
@@ -249,7 +276,7 @@ def _gather(
             )
     sends = {f for stripe in repair.stripes for f in stripe.sends}
     placed = frozenset(sends - not_placed)
-    state = PART if words else DONE
+    state = LOST if repair.lost else PART if words else DONE
     return placed, encode_words(f"{state}:{repair.protection(placed)}:{'; '.join(words)}")
 
 
@@ -275,14 +302,18 @@ def _holders(ready: Mapping[str, Fragment], answer: Missing) -> list[int]:
     return sorted({ready[key].holder for key in answer.keys})
 
 
-def _conclude(context: MendContext, mine: bytes) -> Generator[Any, Any, tuple[str, int, str]]:
+def _conclude(
+    context: MendContext, repair: Repair | None, mine: bytes
+) -> Generator[Any, Any, tuple[str, int, str]]:
     """The end of the mend, which is that of its worst group."""
     over = over_key(context.name)
     groups = range(len(context.layout.groups))
     results = [parse_result(mine)]
     if len(groups) > 1 and results[0][0] != GIVEN_UP:
         keys = {result_key(context.name, group): group for group in groups}
-        answer = yield Await(tuple(keys), "results of all groups", watch=over)
+        # Nothing is known of what the other groups move: as much as ours might.
+        moving_bytes = repair.moving_bytes_max() if repair is not None else 0
+        answer = yield from _await_others(tuple(keys), "results of all groups", over, moving_bytes)
         if isinstance(answer, Decided):
             return parse_result(answer.value)
         if isinstance(answer, Got):
@@ -295,6 +326,18 @@ def _conclude(context: MendContext, mine: bytes) -> Generator[Any, Any, tuple[st
     reason = "; ".join(result[2] for result in results if result[2])
     raw = yield CompareSet(over, encode_words(f"{state}:{protection}:{reason}"))
     return parse_result(bytes(raw))
+
+
+def _await_others(
+    keys: tuple[str, ...], what: str, watch: str | None, moving_bytes: int
+) -> Generator[Any, Any, Got | Missing | Decided]:
+    """Wait for what others do in several waits, each of which may take them its whole deadline."""
+    answer: Got | Missing | Decided = Missing(keys)
+    for _ in range(WAITS_OF_OTHERS):
+        answer = yield Await(keys, what, watch, moving_bytes)
+        if not isinstance(answer, Missing):
+            break
+    return answer
 
 
 def _await(

@@ -35,7 +35,7 @@ class Repair:
     """What a group does to protect ``generation``: frozen, sorted, printable.
 
     ``protections``: by owner, how many losses it survives that the repair cannot change.
-    ``lacking``: in words, what cannot be had.
+    ``lacking``: in words, what cannot be had. ``lost``: ranks of the group that did not report.
     """
 
     generation: Generation
@@ -43,6 +43,7 @@ class Repair:
     stripes: tuple[Stripe, ...]
     protections: Mapping[int, int]
     lacking: tuple[str, ...]
+    lost: tuple[int, ...] = ()
 
     def sent_by(self, rank: int) -> tuple[Fragment, ...]:
         return tuple(f for stripe in self.stripes if stripe.owner == rank for f in stripe.sends)
@@ -91,6 +92,11 @@ class Repair:
                 moved[read.to] += read.length
                 moved[read.source] += read.length
         return max(moved.values(), default=0)
+
+    def moving_bytes_max(self) -> int:
+        """The most that it could be: every fragment and the shard of the largest owner."""
+        most = max((stripe.kind.shard_bytes for stripe in self.stripes), default=0)
+        return most * (self.layout.redundancy.n + 1)
 
     def protection(self, placed: Collection[Fragment]) -> int:
         """How many nodes may be lost once the fragments ``placed`` of its sends lie there."""
@@ -146,7 +152,8 @@ def make_repair(
             missing = layout.redundancy.n - len(stripe.kept) - len(stripe.sends)
             if missing:
                 lacking.append(f"owner {owner}: no living node for {missing} of its fragments")
-    return Repair(generation, layout, tuple(stripes), protections, tuple(lacking))
+    lost = tuple(rank for rank in layout.ranks_of_group(group) if rank not in alive)
+    return Repair(generation, layout, tuple(stripes), protections, tuple(lacking), lost)
 
 
 def _stripe(
@@ -173,20 +180,36 @@ def _stripe(
 
 
 def _kept(owner: int, holdings: Iterable[Holding], layout: Layout) -> tuple[Fragment, ...]:
-    """Fragments that lie well: distinct ones on distinct nodes, none of them the owner's."""
+    """Fragments that lie well: distinct ones on distinct nodes, none of them the owner's.
+
+    As many as can be (a matching of fragments and nodes), so that as little as can be is sent.
+    """
     node_of = layout.topology.node_of_rank
     home = {(f.index, f.holder) for f in layout.sent_by(owner)}
     places = sorted(
         (h for h in holdings if h.fragment != WHOLE and node_of[h.rank] != node_of[owner]),
         key=lambda h: ((h.fragment, h.rank) not in home, h.fragment, h.rank),
     )
-    found: dict[int, Fragment] = {}
-    used: set[str] = set()
+    by_fragment: dict[int, list[int]] = {}
     for place in places:
-        if place.fragment not in found and node_of[place.rank] not in used:
-            found[place.fragment] = Fragment(owner, place.fragment, place.rank)
-            used.add(node_of[place.rank])
-    return tuple(sorted(found.values()))
+        by_fragment.setdefault(place.fragment, []).append(place.rank)
+    on_node: dict[str, Fragment] = {}
+
+    def find(index: int, tried: set[str]) -> bool:
+        """Give fragment ``index`` a node, if need be by moving others to another of theirs."""
+        for rank in by_fragment[index]:
+            node = node_of[rank]
+            if node in tried:
+                continue
+            tried.add(node)
+            if node not in on_node or find(on_node[node].index, tried):
+                on_node[node] = Fragment(owner, index, rank)
+                return True
+        return False
+
+    for index in by_fragment:
+        find(index, set())
+    return tuple(sorted(on_node.values()))
 
 
 def _sends(

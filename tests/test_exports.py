@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 
 import pytest
 
@@ -15,11 +16,15 @@ NAMES = [".".join(path.relative_to(ROOT).parts) for path in PACKAGES]
 
 
 def public_names(package):
-    """Return the public names that a package's __init__ imports from ours or defines itself."""
+    """Return the public names that a package's __init__ imports from ours or defines itself.
+
+    What is imported at its first use stands in a block for type checkers.
+    """
     tree = parse(ROOT / package / "__init__.py")
+    blocks = [node.body for node in tree.body if isinstance(node, ast.If)]
     imported = {
         alias.asname or alias.name
-        for node in tree.body
+        for node in itertools.chain(tree.body, *blocks)
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in SHIPPED
         for alias in node.names
     }

@@ -325,3 +325,10 @@ def test_a_valid_row_is_taken():
     """The row that the hostile ones are made from is itself valid."""
     (report,) = decode_reports(json.dumps([[0, [ROW], None, []]]).encode())
     assert report.holdings == (hold(NEW, 0, WHOLE),)
+
+
+def test_what_is_refused_is_shown_and_cut():
+    """A value that makes no sense is shown in the error, at most 200 characters of it."""
+    with pytest.raises(ManifestError) as caught:
+        decode_reports(dump([["x" * 1000, [], None, []]]))
+    assert str(caught.value) == f"inventory: rank is '{'x' * 199}"

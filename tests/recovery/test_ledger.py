@@ -144,3 +144,12 @@ def test_while_something_is_kept_the_first_to_arrive_proposes_to_skip():
     assert propose(4, RESTORED) == Admission(take=False, sequence=4)
     assert propose(4, RESTORED.mend().mended(1)) == Admission(take=True, sequence=5)
     assert propose(4, Ledger(BASE).mend()) == Admission(take=True, sequence=5)
+
+
+def test_to_give_up_what_is_kept_changes_nothing_else():
+    """The base cannot be mended: saves go on, and the base is still not reused."""
+    after = RESTORED.give_up_kept()
+    assert after == replace(RESTORED, kept=None)
+    assert after.may_admit
+    assert not after.reusable(BASE)
+    assert after.reusable(OLDER)

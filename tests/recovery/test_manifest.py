@@ -410,3 +410,25 @@ def test_records_describe_themselves():
     """The words that logs and errors use."""
     assert record_of().describe() == "shard of owner 3, step 40 (epoch 1, abababab), 10000 bytes"
     assert record_of(2).describe().startswith("fragment 2 of 2+1 of owner 3")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"algorithm": 7}, "algorithm is 7, expected text"),
+        ({"shard_digest": "zz"}, "shard_digest is 'zz', expected 32 hexadecimal digits"),
+        ({"generation": 3}, "generation is 3, expected epoch, step and id"),
+        ({"unknown": 1}, "SlotRecord: missing or unknown fields ['unknown']"),
+        ({"job": ...}, "SlotRecord: missing or unknown fields ['job']"),
+    ],
+)
+def test_what_is_refused_is_named_with_what_was_expected(change, words):
+    """The field, what it is and what it should have been: enough to look for the cause."""
+    with pytest.raises(ManifestError) as caught:
+        decode_record(with_fields(encode_record(record_of()), **change))
+    assert str(caught.value) == words
+
+
+def test_a_record_knows_its_code():
+    """Its data fragments and those of parity."""
+    assert record_of(0, k=3, m=2).code == Code(3, 2)

@@ -295,3 +295,9 @@ def test_protection_after_a_save_is_what_the_layout_promises(redundancy, nodes):
         left = protection(inventory, rig.generations[-1], rig.topology)
         assert left == rig.saved.redundancy.survivable_nodes - lost
         rig.lose(rig.topology.nodes[lost])
+
+
+def test_when_nothing_at_all_is_there_the_plan_says_so():
+    """No holding of any owner, so no k is known either: none of none."""
+    with pytest.raises(Unrecoverable, match="owner 0: 0 of 0 distinct fragments"):
+        make_plan(Inventory(()), NEW, topology_of(1))

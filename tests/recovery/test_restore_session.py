@@ -430,3 +430,11 @@ def test_a_report_that_is_not_valid_never_hangs_the_others():
     assert isinstance(results[0], Raised)
     assert isinstance(results[1], Returned)
     assert rig.live == {}
+
+
+def test_a_rank_that_names_itself_is_named_once():
+    """An error that begins with its rank is told as it is."""
+    rig = RestoreRig(layout_of("copies:1", 1, 1))
+    rig.misfits = {1: "rank 1: missing key model.w"}
+    _, results = run(rig, 0)
+    assert {str(result.error) for result in results.values()} == {"rank 1: missing key model.w"}

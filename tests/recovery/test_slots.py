@@ -172,3 +172,29 @@ def test_slots_added_after_a_renumbering_are_given_back():
         *(held(4, 9, BASE), held(5, 3, STALE), held(6, 3)),
     )
     assert surplus_slots(slots, Ledger(BASE), 1) == (2, 5)
+
+
+def test_of_equal_slots_the_first_is_taken_and_of_others_the_one_that_fits_best():
+    """Numbers and capacities run against each other: capacity decides, then the number."""
+    empty = (own(1, 9), own(2, 4), own(3, 4))
+    assert empty_own_slot(empty, 3) == 2
+    assert empty_own_slot(empty, 5) == 1
+    assert own_slot((own(1, 4), own(2, 9), own(3, 9)), Ledger()) == Take(number=2)
+    slots = (held(1, 9), held(2, 4), held(3, 4))
+    assert held_slot(slots, Ledger(), 3, taken=(), expected=1) == Take(number=2)
+    assert held_slot(slots, Ledger(), 3, taken=(2,), expected=1) == Take(number=3)
+    small = (held(1, 2), held(2, 3), held(3, 3))
+    assert held_slot(small, Ledger(), 5, taken=(), expected=1) == Take(drop=2)
+
+
+def test_what_is_needed_is_not_given_back_though_it_is_the_smallest():
+    """Base, kept and what a receive holds stay, however many slots there are."""
+    slots = (own(1, 1, BASE), own(2, 2, KEPT), own(3, 3, busy=True), own(4, 4, STALE))
+    assert surplus_slots(slots, Ledger(BASE, None, ABORTED, KEPT, 1), 1) == (4,)
+
+
+def test_the_refusal_says_why():
+    """The words that the owner reads."""
+    with pytest.raises(NoSlot) as caught:
+        held_slot((held(1, busy=True),), Ledger(), 1, taken=(), expected=1)
+    assert str(caught.value) == "every slot is base or under a receive that has not returned"

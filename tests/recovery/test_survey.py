@@ -151,3 +151,39 @@ def test_the_newest_committed_of_each_job():
         head(0, 1, job="a"),
     ]
     assert newest_committed(heads) == {"a": None, "job": generation(100, epoch=2)}
+
+
+def test_what_is_missing_is_counted_against_the_code():
+    """Of owner 1 there is one fragment, of owner 2 nothing: what lacks, of how many."""
+    records = (record(0, WHOLE, world=3, k=3), record(1, 0, world=3, k=3))
+    (found,) = survey([Place(node="n", head=head(0, 3), records=records)])
+    assert found.code == Code(3, 1)
+    assert found.missing == {
+        1: "1 of 3 distinct fragments and no whole copy",
+        2: "0 of 3 distinct fragments and no whole copy",
+    }
+    assert found.recoverable_owners == [0]
+    assert [(h.owner, h.fragment, h.rank) for h in found.holdings] == [(0, WHOLE, 0), (1, 0, 0)]
+
+
+def test_steps_of_several_jobs_are_each_in_their_order():
+    """The newest first within a job, though another job has newer ones and a later name."""
+    places = [
+        Place(
+            node="n",
+            head=None,
+            records=tuple(record(0, WHOLE, world=1, step=step, job=job) for step in steps),
+        )
+        for job, steps in (("b", (1, 5, 3)), ("a", (2, 4)))
+    ]
+    shown = [(one.job, one.generation.step) for one in survey(places)]
+    assert shown == [("a", 4), ("a", 2), ("b", 5), ("b", 3), ("b", 1)]
+
+
+def test_an_older_committed_one_of_a_later_head_does_not_count():
+    """The newest of all heads of a job, whatever their order, and never that of another job."""
+    newer, older = generation(200), generation(100)
+    for order in ((newer, older, None), (older, newer, None), (None, newer, older)):
+        heads = [head(rank, 3, committed=one) for rank, one in enumerate(order)]
+        found = newest_committed([*heads, head(0, 1, job="a"), head(0, 1, job="z")])
+        assert found == {"a": None, "job": newer, "z": None}
