@@ -72,17 +72,20 @@ def freeze(
 
 
 def _kept(inventory: Inventory, choice: Choice, topology: Topology) -> dict[str, Any]:
-    """The next older generation, if more nodes may be lost without losing it."""
+    """The older generation that survives most losses, if more than the chosen one; the newest such.
+
+    Not just the next older one: an attempt in between, that few losses would end, must not cost it.
+    """
     chosen = choice.generation
     if chosen is None or choice.world != topology.world:
         return {}
     ours = protection(inventory, chosen, topology)
     known = {h.generation for h in inventory.holdings if h.world == topology.world}
-    for older in sorted((g for g in known if g.id not in inventory.failures), reverse=True):
-        theirs = protection(inventory, older, topology) if older < chosen else -1
-        if theirs >= 0:
-            return {"kept": older, "kept_protection": theirs} if theirs > ours else {}
-    return {}
+    older = [g for g in known if g < chosen and g.id not in inventory.failures]
+    theirs, best = max(
+        ((protection(inventory, g, topology), g) for g in older), default=(-1, chosen)
+    )
+    return {"kept": best, "kept_protection": theirs} if theirs > ours else {}
 
 
 def encode_frozen(frozen: Frozen) -> bytes:

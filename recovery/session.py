@@ -216,6 +216,8 @@ def _inventory(
         raise RestoreAborted(
             f"no inventory from {name_ranks(failed.missing)} before the deadline"
         ) from failed
+    except StoreLost:
+        raise  # it says nothing of what others hold, and only rank 0 may write for all
     except RecoveryError as error:
         return Inventory(()), f"what a rank says that it holds cannot be read: {error}"
 
@@ -274,25 +276,24 @@ def _vote(
     context: RestoreContext, key: str, plan: RestorePlan, result: MoveResult
 ) -> Generator[Any, Any, Verdict | None]:
     """None: go. Else what to leave out in the next attempt. Raises RestoreAborted."""
+    rank, world = context.rank, context.topology.world
     mine = encode_vote(
         plan.fingerprint(),
         bad=result.bad,
         silent=result.silent,
-        wrong=[(context.rank, result.wrong)] if result.wrong else [],
-        errors=[_by_rank(context.rank, result.error)] if result.error else [],
+        wrong=[(rank, result.wrong)] if result.wrong else [],
+        errors=[_by_rank(rank, result.error)] if result.error else [],
     )
-    moving = max((plan.received_bytes(rank) for rank in range(context.topology.world)), default=0)
+    moving = max((plan.received_bytes(one) for one in range(world)), default=0)
     try:
         merged = yield from gather(
-            f"{key}/moved",
-            context.rank,
-            context.topology.world,
-            mine,
-            merge_votes,
-            moving_bytes=moving,
+            f"{key}/moved", rank, world, mine, merge_votes, watch=f"{key}/vote", moving_bytes=moving
         )
         proposal = count(merged) if merged is not None else None
     except GatherFailed as failed:
+        if failed.decided is not None:
+            # Who moved for long need not wait for what others, who did not, have given up.
+            return _obey(failed.decided)
         proposal = abort(f"no vote from {name_ranks(failed.missing)}")
     except RecoveryError as error:
         proposal = abort(f"what a rank votes cannot be read: {error}")
@@ -301,7 +302,7 @@ def _vote(
     answer = yield Await((f"{key}/vote",), "the vote", None, moving)
     if isinstance(answer, Got):
         return _obey(answer.values[f"{key}/vote"])
-    late = yield from silent_ranks(f"{key}/moved", context.topology.world)
+    late = yield from silent_ranks(f"{key}/moved", world)
     raw = yield CompareSet(f"{key}/vote", abort(f"no vote from {name_ranks(late)}"))
     return _obey(bytes(raw))
 

@@ -89,6 +89,8 @@ class Arena:
         self._frames = frames
         self._slots: dict[int, Slot] = {}
         self._being_made: set[int] = set()
+        self.choosing = threading.Lock()
+        """Held by who looks for a slot to take or to drop, until that is done."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._closed = False

@@ -80,6 +80,7 @@ class Checkpointer:
         self._restored: Generation | None = None
         self._told: Ticket | None = None
         self._unusable = ""
+        self._closing = False
 
     def __enter__(self) -> Self:
         """Return itself; nothing is opened yet."""
@@ -187,7 +188,7 @@ class Checkpointer:
         base = ledger.base
         last = stager.last.step if stager.last is not None else None
         full = job.layout.redundancy.survivable_nodes
-        protected = "full" if driver.protection == full > 0 else "degraded"
+        protected = "full" if driver.protection >= full > 0 else "degraded"
         if base is None or not full or driver.protection < 0:
             protected = "none"
         return {
@@ -207,6 +208,7 @@ class Checkpointer:
             "saves_committed": driver.counts.committed,
             "saves_aborted": driver.counts.aborted,
             "saves_skipped": driver.counts.skipped,
+            "saves_failed_in_a_row": driver.counts.failed_in_a_row,
             "mended": driver.counts.mended,
             "slots_damaged": driver.counts.damaged,
             "last_error": driver.counts.last_error,
@@ -330,20 +332,27 @@ class Checkpointer:
         if job is None or driver is None or stager is None:
             return
         reach("close")
-        self._job = self._driver = self._stager = None
         self._unusable = self._unusable or "it is closed"
-        atexit.unregister(self._at_exit)
         deadline_s = job.clock.now_s() + timeout_s
-        decided = driver.wait_decided(timeout_s)
-        if goodbye and decided:
+        goodbye, self._closing = goodbye and not self._closing, True
+        try:
+            if driver.wait_decided(timeout_s) and goodbye:
+                driver.leave()
             self._say_goodbye(job)
-        ended = driver.stop(max(STOP_S, deadline_s - job.clock.now_s()))
-        job.links.close()
-        job.pairs.close()
-        job.front.close()
+        except BaseException:
+            deadline_s = 0.0  # Ctrl-C, say: no more waiting
+            raise
+        finally:
+            # Broken off in here, a second call or the interpreter's end does it all again.
+            ended = driver.stop(max(STOP_S, deadline_s - job.clock.now_s()))
+            job.links.close()
+            job.pairs.close()
+            job.front.close()
+            if ended:
+                job.arena.close()
+            self._job = self._driver = self._stager = None
+            atexit.unregister(self._at_exit)
         last = stager.last
-        if ended:
-            job.arena.close()
         if last is not None and not last.done:
             last.fail(f"not decided within the {timeout_s} s that close() waits")
         if last is not None and last.failed:

@@ -28,16 +28,15 @@ from recovery.commit import (
 )
 from recovery.ledger import COMMITTED, HELD, STAGED, Ledger
 from recovery.manifest import Generation
-from recovery.mend import give_way
 from recovery.session import RestoreOutcome
-from recovery.slots import surplus_slots
 from replica.arena import Slot
 from replica.at_exit import THREAD_PREFIX
 from replica.errors import StoreError
 from replica.fault_points import reach
 from replica.idle import Idle
 from replica.job import Job
-from replica.regrown import Regrown
+from replica.regrown import Regrown, drop_surplus
+from replica.request import Counts, Request
 from replica.runner import Runner
 from replica.saver import Saver, SaveWork
 from replica.ticket import Ticket
@@ -48,34 +47,8 @@ RETRY_S = 0.5
 IDLE_S = 1.0
 """So often an idle background thread looks whether a mend is called for."""
 LOOK = "look"
-MEND_GRACE_S = 2.0
+MEND_GRACE_S = 0.5
 """How long the end of a process waits for a mend under way before it gives that up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A staged generation, or with ``refusal`` one that this rank could not stage and aborts."""
-
-    generation: Generation
-    sequence: int
-    admission_key: str
-    ticket: Ticket
-    slot: Slot | None
-    shard_bytes: int
-    copy_s: float
-    refusal: str = ""
-
-
-@dataclass
-class Counts:
-    """Saves of this incarnation, by how they ended, and the newest failure."""
-
-    committed: int = 0
-    aborted: int = 0
-    skipped: int = 0
-    mended: int = 0
-    damaged: int = 0
-    last_error: str = ""
 
 
 @dataclass
@@ -93,11 +66,12 @@ class Driver:
 
     def __post_init__(self) -> None:
         self._saver = Saver(self.job)
+        self.counts.loud = self.job.rank == 0
         self._runner = Runner(self.job.store, self.job.clock)
         self._queue: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._keys = KeyLog()
-        self._stopping = self._held = False
+        self._stopping = self._held = self._turning = False
         self._mending = ""
         self._idle_s = min(IDLE_S, self.job.config.options.timeout_s / 10)
         self._idle = Idle(self.job, self._saver, self._runner, self)
@@ -150,19 +124,21 @@ class Driver:
         """Keep the background thread from all work meanwhile; whether it stands still."""
         self._held = True
         try:
-            yield self._when_idle("a restore begins", timeout_s)
+            yield self._when_idle("begins a restore", timeout_s)
         finally:
             self._held = False
             self.look()
 
     def restored(self, outcome: RestoreOutcome, restores: int, regrown: Regrown | None) -> None:
         """What a restore chose is the base now, and is to be protected again (P10)."""
-        base = outcome.generation
+        base, mender = outcome.generation, self._idle.mender
+        mender.take_over(outcome.plan, regrown)
+        # What cannot be mended must not keep saves waiting for that.
+        kept = None if mender.foreign else outcome.kept
         with self._changed:
-            self.ledger = self.ledger.rebase(base, outcome.kept, outcome.kept_protection)
+            self.ledger = self.ledger.rebase(base, kept, outcome.kept_protection)
             self.protection = outcome.protection
-        self._idle.mender.regrown = regrown
-        self._idle.mender.after("it was restored" if base else "", restores=restores)
+        mender.after("it was restored" if base else "", restores=restores)
 
     def _when_idle(self, why: str, timeout_s: float) -> bool:
         deadline_s, told = self.job.clock.now_s() + timeout_s, ""
@@ -170,32 +146,27 @@ class Driver:
         while True:
             with self._changed:
                 mend = self._wait_idle(deadline_s, told)
-                if self.ledger.idle:
+                if self._still:
                     return True
             if mend in ("", told):
                 return False
             told = mend
-            self._give_way(mend, why)
+            self._idle.mender.give_way(self.job.front, why, mend)
+            self.job.clock.nudge()
+
+    @property
+    def _still(self) -> bool:
+        """Under the lock: the background thread touches no slot."""
+        return self.ledger.idle and not self._turning
 
     def _wait_idle(self, deadline_s: float, told: str) -> str:
         """Under the lock, until idle, or a mend other than ``told`` has begun; its name."""
 
         def over() -> bool:
-            return self.ledger.idle or bool(self.broken) or self._mending not in ("", told)
+            return self._still or bool(self.broken) or self._mending not in ("", told)
 
         self._changed.wait_for(over, max(0.0, deadline_s - self.job.clock.now_s()))
         return self._mending
-
-    def _give_way(self, mend: str, why: str) -> None:
-        """Tell the mend under way to end: what comes matters more, or makes it needless."""
-        job = self.job
-        session = give_way(mend, job.layout.group_of(job.rank), why)
-        try:
-            timeout_s = job.config.options.timeout_s
-            Runner(job.front, job.clock).run(session, {}, timeout_s=timeout_s)
-        except StoreLost as lost:
-            log.warning("rank %d: the mend under way was not told that %s: %s", job.rank, why, lost)
-        job.clock.nudge()
 
     def change(self, change: Callable[[Ledger], Ledger]) -> None:
         """Replace the ledger by ``change`` of it."""
@@ -215,6 +186,11 @@ class Driver:
         event = {"event": "save", "step": ticket.step, "outcome": "skipped"}
         self.emit({**event, "reason": ticket.reason})
 
+    def leave(self) -> None:
+        """This process is about to end: others need not wait for it in a mend that it is not in."""
+        if not self._mending:
+            self._idle.mender.give_way(self.job.front, "closes")
+
     def stop(self, timeout_s: float) -> bool:
         """End the thread after the save under way; whether nothing writes to the arena any more."""
         self._stopping = True
@@ -225,7 +201,7 @@ class Driver:
             self._changed.wait_for(lambda: not self._mending or bool(self.broken), grace_s)
             mend = self._mending
         if mend:
-            self._give_way(mend, f"rank {self.job.rank} closes")
+            self._idle.mender.give_way(self.job.front, "closes", mend)
         self.job.clock.nudge()
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and self._saver.idle
@@ -245,8 +221,8 @@ class Driver:
             try:
                 if isinstance(request, Request):
                     self._save(request)
-                elif not self._held and not self._stopping:
-                    self._idle.turn()
+                else:
+                    self._turn()
             except Exception as error:
                 # A defect must neither leave a ticket unanswered nor let another save take a slot.
                 log.exception("no further save in this process")
@@ -256,21 +232,41 @@ class Driver:
                 if isinstance(request, Request):
                     request.ticket.fail(self.broken)
 
+    def _turn(self) -> None:
+        with self._changed:
+            if self._held or self._stopping:
+                return
+            self._turning = True
+        try:
+            self._idle.turn()
+        finally:
+            with self._changed:
+                self._turning = False
+                self._changed.notify_all()
+
     def begin_mend(self, name: str, sequence: int) -> set[str] | None:
         """Enter a mend in the ledger; the log of its keys, or None when a save came first."""
         with self._changed:
             if not self.ledger.idle or self._held:
                 return None
             self.ledger, self._mending = self.ledger.mend(), name
+            self._changed.notify_all()
             return self._keys.open(sequence)
 
-    def end_mend(self, protection: int | None) -> None:
-        """The mend is over; the base survives ``protection`` losses (None: not known)."""
+    def end_mend(self, protection: int | None, *, last: bool) -> Generation | None:
+        """The mend is over; the base survives ``protection`` losses (None: not known).
+
+        With ``last`` no other comes; what was kept until then and is given up now is returned.
+        """
         with self._changed:
             self.ledger = self.ledger.mended(-1 if protection is None else protection)
+            given_up = self.ledger.kept if last else None
+            if given_up is not None:
+                self.ledger = self.ledger.give_up_kept()
             self._mending = ""
             self.protection = self.protection if protection is None else protection
             self._changed.notify_all()
+            return given_up
 
     def look(self) -> None:
         """Have the background thread look for something to mend as soon as it is free."""
@@ -284,6 +280,8 @@ class Driver:
             return LOOK
 
     def _save(self, request: Request) -> None:
+        if self.read().decided:
+            return  # broken off in the middle of ``submit``, it was handed over a second time
         context, clock = self._context(request), self.job.clock
         started_s = clock.now_s()
         facts: dict[str, Any] = {"seconds": {"copy": request.copy_s}, "sent_bytes": 0}
@@ -291,6 +289,7 @@ class Driver:
             outcome = SaveOutcome(HELD, request.refusal)
         else:
             self.change(lambda ledger: ledger.apply(STAGED))
+            self._idle.mender.give_way(self.job.store, "has a save to do")
             outcome = self._protect(request, request.slot, context, facts)
         reason = outcome.reason
         while outcome.state == HELD:
@@ -365,17 +364,19 @@ class Driver:
             # The head goes first: the ledger frees slots that the head's readers may count on.
             self.job.arena.update_head(committed=generation)
             reach("save.release")
+        if request.slot is not None:
+            request.slot.taken = False
         self.change(lambda ledger: ledger.apply(outcome.state))
         if outcome.state == COMMITTED:
-            self.counts.committed += 1
+            self.counts.note_committed()
             self.protection = self.job.layout.redundancy.survivable_nodes
+            self._idle.mender.foreign = False
             self._idle.mender.after("", sequence=request.sequence)
-            self._trim()
+            drop_surplus(self.job, self.read())
             self._delete_keys(request.sequence)
             ticket.advance("committed")
         else:
-            self.counts.aborted += 1
-            self.counts.last_error = outcome.reason
+            self.counts.note_aborted(generation.step, outcome.reason, self.read().base)
             log.warning("step %d was not committed: %s", generation.step, outcome.reason)
             ticket.fail(outcome.reason)
             # A rank may be gone for good: the others see to what it held.
@@ -384,12 +385,6 @@ class Driver:
         event = {"event": "save", "step": generation.step, "outcome": outcome.state}
         event |= {"generation": generation.id, "bytes": request.shard_bytes}
         self.emit({**event, "reason": outcome.reason, **facts})
-
-    def _trim(self) -> None:
-        """Give surplus slots back: a renumbered arena and a mend bring some."""
-        arena, expected = self.job.arena, len(self.job.layout.held_by(self.job.rank))
-        for number in surplus_slots(arena.facts(), self.read(), expected):
-            arena.drop(arena.slots[number])
 
     def _delete_keys(self, sequence: int) -> None:
         """P5; a store that fails here only keeps keys that nobody needs."""

@@ -97,6 +97,11 @@ class Fetcher:
             return None, wrong
         return target.shard, MoveResult()
 
+    @property
+    def generation(self) -> Generation:
+        """What it fetches a part of."""
+        return self._plan.generation
+
     def give_up(self) -> None:
         """After ``run`` raised: break off every pair, so that no peer waits for our bytes."""
         for peer in self._peers:

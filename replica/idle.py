@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from recovery.ledger import Ledger
-from recovery.manifest import Generation
-from recovery.mend import DONE, PART, MendOutcome
+from recovery.manifest import Generation, SlotRecord
+from recovery.mend import DONE, FAILED, KNOWN, MendOutcome
+from replica.arena import Slot
 from replica.errors import StoreError
 from replica.job import Job
 from replica.mender import Mender
@@ -30,7 +31,7 @@ class Keeper(Protocol):
 
     def read(self) -> Ledger: ...
     def begin_mend(self, name: str, sequence: int) -> set[str] | None: ...
-    def end_mend(self, protection: int | None) -> None: ...
+    def end_mend(self, protection: int | None, *, last: bool) -> Generation | None: ...
     def look(self) -> None: ...
 
 
@@ -39,7 +40,7 @@ class Idle:
 
     def __init__(self, job: Job, saver: Saver, runner: Runner, keeper: Keeper) -> None:
         self._job, self._keeper = job, keeper
-        self.mender = Mender(job, saver, runner, keeper.read)
+        self.mender = Mender(job, saver, runner, keeper.read, self._withdraw)
         self._scrubber = Scrubber(job.arena, job.config.options.scrub_bytes_per_s)
 
     def turn(self) -> None:
@@ -64,23 +65,32 @@ class Idle:
         published = keeper.begin_mend(mender.name, mender.sequence)
         if published is None:
             return
-        outcome = MendOutcome("failed", -1, "it raised")
+        outcome, given_up = MendOutcome(FAILED, -1, "it raised"), None
         try:
             outcome = mender.run(base, published)
         finally:
             mender.ended(outcome)
-            known = outcome.state in (DONE, PART)
+            known = outcome.state in KNOWN
             committed = job.arena.head.committed
             if outcome.state == DONE and (committed is None or committed < base):
                 # Every rank holds it again under this epoch: as good as committed.
                 job.arena.update_head(committed=base)
-            keeper.end_mend(outcome.protection if known else None)
+            protection = outcome.protection if known else None
+            given_up = keeper.end_mend(protection, last=mender.is_last(outcome))
         keeper.counts.mended += outcome.state == DONE
         full = outcome.protection == job.layout.redundancy.survivable_nodes
         level = logging.INFO if full or not known else logging.WARNING
         text = "rank %d: step %d, mended because %s: %s, %d more nodes may be lost; %s"
         facts = (job.rank, base.step, why, outcome.state, outcome.protection, outcome.reason)
         log.log(level, text, *facts)
+        if given_up is not None:
+            text = (
+                "rank %d: %s could not be protected as well as the older step %d in %d attempts; "
+                "saves go on now, and until one of them is committed the older step is not there "
+                "for losses that step %d does not survive: %s"
+            )
+            tried = (given_up.step, mender.attempt, base.step, outcome.reason)
+            log.error(text, job.rank, base.describe(), *tried)
         keeper.emit(
             {
                 "event": "mend",
@@ -88,8 +98,9 @@ class Idle:
                 "generation": base.id,
                 "why": why,
                 "outcome": outcome.state,
-                "protection": outcome.protection if known else None,
+                "protection": protection,
                 "reason": outcome.reason,
+                "given_up_step": given_up.step if given_up else None,
                 "sent_bytes": mender.sent_bytes,
                 "regrown_bytes": mender.regrown_bytes,
                 "seconds": {"total": job.clock.now_s() - started_s},
@@ -97,11 +108,14 @@ class Idle:
         )
 
     def _scrub(self) -> None:
-        ledger, keeper = self._keeper.read(), self._keeper
-        slot = self._scrubber.turn(self._job.clock.now_s(), (ledger.base, ledger.kept))
-        if slot is None or slot.record is None:
-            return
-        record = slot.record
+        ledger = self._keeper.read()
+        found = self._scrubber.turn(self._job.clock.now_s(), (ledger.base, ledger.kept))
+        if found is not None:
+            self._withdraw(*found)
+
+    def _withdraw(self, slot: Slot, record: SlotRecord) -> None:
+        """A damaged slot is an erasure from now on."""
+        keeper = self._keeper
         slot.invalidate()
         keeper.counts.damaged += 1
         keeper.protection = max(-1, keeper.protection - 1)
@@ -110,5 +124,5 @@ class Idle:
         log.error("rank %d: %s does not verify any more and is withdrawn", self._job.rank, what)
         event = {"event": "scrub", "step": record.generation.step, "owner": record.owner}
         keeper.emit(event | {"fragment": record.fragment, "generation": record.generation.id})
-        self.mender.call("scrubbing found damage")
+        self.mender.call("a slot was damaged")
         keeper.look()

@@ -7,36 +7,48 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from recovery.actions import StoreLost
 from recovery.commit import Connect, Exchange, ExchangeResult, Settle
+from recovery.errors import RecoveryError
 from recovery.inventory import Report, report_of
 from recovery.ledger import Ledger
-from recovery.manifest import Generation
+from recovery.manifest import WHOLE, Generation, SlotRecord
 from recovery.mend import (
     CALL_KEY,
     DONE,
+    FAILED,
+    GIVEN_UP,
+    PART,
     MendContext,
     MendOutcome,
     Regrow,
     decided_keys,
+    give_way,
     mend_name,
     mend_session,
     over_key,
     parse_name,
     result_key,
 )
+from recovery.plan import Rebuild, RestorePlan
 from recovery.session import MoveResult
+from replica.arena import Slot
 from replica.errors import ArenaError, StoreError
 from replica.fault_points import reach
 from replica.fetch import Fetcher
 from replica.job import Job
-from replica.regrown import Regrown, free_own_slot, own_copy
+from replica.regrown import Regrown, own_copy, take_own_slot
 from replica.runner import Runner
 from replica.saver import Saver, SaveWork
+from replica.scrub import verifies
+from replica.store import Store
 
 log = logging.getLogger("planaria")
 
-ATTEMPTS_MAX = 8
-"""So often the base is mended anew before the next save; each time after a longer pause."""
+FAILURES_MAX = 8
+"""So often in a row mending is tried before the next save; each time after a longer pause."""
+KEPT_ATTEMPTS = 3
+"""So many mends may end short before an older generation that was kept meanwhile is given up."""
 
 
 @dataclass
@@ -44,18 +56,24 @@ class Mender:
     """Knows whether and why the base has to be mended, and carries one mend out.
 
     ``due``: why this rank calls for a mend, or "".
+    ``withdraw``: counts and tells a damaged slot, which is an erasure from then on.
     ``regrown``: what a restore got from elsewhere and is not in the arena yet.
+    ``foreign``: the base was saved with another redundancy; parts by this one beside it would be a
+    second kind of one generation.
     """
 
     job: Job
     saver: Saver
     runner: Runner
     read: Callable[[], Ledger]
+    withdraw: Callable[[Slot, SlotRecord], None]
     due: str = ""
     regrown: Regrown | None = None
+    foreign: bool = False
     restores: int = 0
     sequence: int = 0
     attempt: int = 0
+    failures: int = 0
     sent_bytes: int = 0
     regrown_bytes: int = 0
     _not_before_s: float = 0.0
@@ -66,11 +84,19 @@ class Mender:
         """Name of the next mend: the same on all ranks."""
         return mend_name(self.restores, self.sequence, self.attempt)
 
+    def take_over(self, plan: RestorePlan | None, regrown: Regrown | None) -> None:
+        """What was restored, by ``plan``, is the base now."""
+        self.regrown, code = regrown, self.job.layout.redundancy.code
+        self.foreign = plan is not None and any(r.kind.code != code for r in plan.rebuilds)
+        if self.foreign and self.job.rank == 0:
+            text = "%s was saved with another redundancy and stays as it is until the next commit"
+            log.warning(text, plan.generation.describe() if plan else "")
+
     def after(self, why: str, *, restores: int | None = None, sequence: int | None = None) -> None:
         """A restore or a save has ended: names count from there, ``why`` says whether to mend."""
         self.restores = self.restores if restores is None else restores
         self.sequence = max(self.sequence, sequence or 0)
-        self.due, self.attempt, self._not_before_s = why, 0, 0.0
+        self.due, self.attempt, self.failures, self._not_before_s = why, 0, 0, 0.0
 
     def call(self, why: str) -> None:
         """This rank wants the base mended."""
@@ -78,27 +104,46 @@ class Mender:
 
     def wanted(self) -> str:
         """Why a mend is to begin now, here or elsewhere; "" if not. Raises StoreError."""
-        if self._called():
+        if self.foreign:
+            return ""
+        called = self._called(self.job.store)
+        if called is not None:
+            # A rank that missed a save counts from below.
+            _, self.sequence, self.attempt = called
             return "another rank called for it"
-        if self.due and self.attempt < ATTEMPTS_MAX:
+        # While an older generation is kept no save comes that could make mending needless.
+        if self.due and (self.failures < FAILURES_MAX or self.read().kept is not None):
             return self.due if self.job.clock.now_s() >= self._not_before_s else ""
         return ""
 
-    def _called(self) -> bool:
-        """Whether a mend was called for that this rank has not been in; its name is ours then."""
-        store = self.job.store
-        if not store.check([CALL_KEY]):
-            return False
+    def give_way(self, store: Store, why: str, name: str = "") -> None:
+        """End the mend ``name``, or the one that others are in, because this rank ``why``.
+
+        What comes matters more, or makes it needless; nobody need wait for this rank in it.
+        """
+        job, group = self.job, self.job.layout.group_of(self.job.rank)
+        try:
+            called = None if name else self._called(store)
+            name = mend_name(*called) if called is not None else name
+            if name:
+                session = give_way(name, group, f"rank {job.rank} {why}")
+                Runner(store, job.clock).run(session, {}, timeout_s=job.config.options.timeout_s)
+        except (StoreError, StoreLost) as error:
+            log.warning("rank %d: a mend was not told that this rank %s: %s", job.rank, why, error)
+
+    def _called(self, store: Store) -> tuple[int, int, int] | None:
+        """The parts of its name, when a mend is under way that this rank has not been in."""
+        if not self.job.layout.redundancy.n or not store.check([CALL_KEY]):
+            return None
         raw = store.get([CALL_KEY])[0]
-        restores, sequence, attempt = parse_name(raw)
-        ours = (self.restores, self.sequence, self.attempt)
-        if restores != self.restores or (restores, sequence, attempt) < ours:
-            return False
-        if store.check([over_key(raw.decode())]):
-            return False
-        # A rank that missed a save counts from below.
-        self.sequence, self.attempt = sequence, attempt
-        return True
+        try:
+            called = parse_name(raw)
+        except RecoveryError as error:
+            log.warning("rank %d: nobody can be in this mend: %s", self.job.rank, error)
+            return None
+        if called[0] != self.restores or called < (self.restores, self.sequence, self.attempt):
+            return None
+        return None if store.check([over_key(mend_name(*called))]) else called
 
     def run(self, generation: Generation, published: set[str]) -> MendOutcome:
         """Mend ``generation``, the base, once."""
@@ -107,12 +152,13 @@ class Mender:
         self._place_regrown()
         reach("mend.report")
         try:
-            if self.due:
+            # A name that is over calls nobody, and must not stand in the way of a newer one.
+            if self.due and not job.store.check([over_key(name)]):
                 job.store.set(CALL_KEY, name.encode())
             published.update(decided_keys(name, job.layout, job.rank))
             job.links.tell_all_broken()
         except StoreError as error:
-            return MendOutcome("failed", -1, str(error))
+            return MendOutcome(FAILED, -1, str(error))
         context = MendContext(
             rank=job.rank,
             layout=job.layout,
@@ -121,7 +167,7 @@ class Mender:
             report=self._report(generation),
         )
         try:
-            return self.runner.run(
+            outcome = self.runner.run(
                 mend_session(context),
                 self._handlers(generation, name),
                 timeout_s=job.config.options.timeout_s / 2,
@@ -130,16 +176,45 @@ class Mender:
             )
         finally:
             self.saver.end()
+        if outcome.state == FAILED:
+            self._doubt(outcome)
+        return outcome
 
     def ended(self, outcome: MendOutcome) -> None:
         """Remember how it ended: the next attempt comes after a pause, or not at all."""
         self.attempt += 1
         if outcome.state == DONE:
-            self.due = ""
+            self.due, self.failures = "", 0
             self._free_strays(outcome)
-        else:
-            pause_s = self.job.config.options.timeout_s * self.attempt
+        elif outcome.state != GIVEN_UP:
+            self.failures += 1
+            pause_s = self.job.config.options.timeout_s * min(self.failures, FAILURES_MAX)
             self._not_before_s = self.job.clock.now_s() + pause_s
+
+    def is_last(self, outcome: MendOutcome) -> bool:
+        """Whether mending has ended short so often that saves must not wait for it any longer.
+
+        The same on all ranks: the count is in the name, the end is one for all. A save that misses
+        a rank cannot be committed, so while one is lost nothing is given up for it.
+        """
+        short = outcome.agreed and outcome.state in (PART, FAILED)
+        return short and self.attempt >= KEPT_ATTEMPTS
+
+    def _doubt(self, outcome: MendOutcome) -> None:
+        """What this rank read or sent may be why it failed: look, and withdraw what is damaged."""
+        repair, rank = outcome.repair, self.job.rank
+        if repair is None:
+            return
+        moves = repair.moves()
+        places = {(r.owner, r.fragment) for r in moves.reads_from(rank)} if moves else set()
+        if repair.sent_by(rank):
+            places.add((rank, WHOLE))
+        for slot in self.job.arena.slots.values():
+            record = slot.record
+            if record is None or record.generation != repair.generation:
+                continue
+            if (record.owner, record.fragment) in places and not verifies(slot):
+                self.withdraw(slot, record)
 
     def _place_regrown(self) -> None:
         if self.regrown is None:
@@ -186,6 +261,9 @@ class Mender:
             work = works[-1]
             if isinstance(action, Settle):
                 work.expected = max(work.expected, len(action.offers))
+                coming = sum(offer.shard_bytes for offer in action.offers)
+                limit_s = job.clock.now_s() + job.moving_timeout_s(coming)
+                work.deadline_s = max(work.deadline_s, limit_s)
             if isinstance(action, Exchange):
                 reach("mend.transfer")
                 if action.send and work.own is None:
@@ -203,23 +281,30 @@ class Mender:
         slot = None
         if rebuild.reads:
             try:
-                slot = free_own_slot(job, self.read(), rebuild.kind.shard_bytes)
+                slot = take_own_slot(job, self.read(), rebuild.kind.shard_bytes)
             except ArenaError as error:
                 return f"no room for its own shard: {error}"
         fetcher = Fetcher(job, plan, job.moving_timeout_s(most), slot)
         try:
-            shard, result = fetcher.run()
+            return self._fetch(fetcher, rebuild, slot)
         except StoreError:
             raise
         except Exception as error:
             log.exception("rank %d: regrowing its shard", job.rank)
             fetcher.give_up()
             return f"{type(error).__name__}: {error}"
+        finally:
+            # What is still being received into it keeps it busy.
+            if slot is not None:
+                slot.taken = False
+
+    def _fetch(self, fetcher: Fetcher, rebuild: Rebuild, slot: Slot | None) -> str:
+        shard, result = fetcher.run()
         if result != MoveResult():
             return f"its own shard could not be regrown: {result}"
         if shard is not None and slot is not None:
-            regrown = Regrown(plan.generation, rebuild.kind, shard, fetcher.chunk_digests)
-            regrown.keep_in(job, slot)
+            regrown = Regrown(fetcher.generation, rebuild.kind, shard, fetcher.chunk_digests)
+            regrown.keep_in(self.job, slot)
             self.regrown_bytes += shard.size
         return ""
 

@@ -9,7 +9,7 @@ from recovery.inventory import ShardKind
 from recovery.ledger import Ledger
 from recovery.manifest import WHOLE, Generation
 from recovery.plan import Rebuild
-from recovery.slots import OWN, empty_own_slot, own_slot
+from recovery.slots import OWN, empty_own_slot, own_slot, surplus_slots
 from replica.arena import Slot
 from replica.job import Job
 from replica.transport import Bytes
@@ -72,7 +72,7 @@ def own_copy(job: Job, generation: Generation) -> Slot | None:
 
 
 def take_own_slot(job: Job, ledger: Ledger, need: int) -> Slot:
-    """An own slot for ``need`` bytes, taken and marked invalid; one more than usual if none is free.
+    """An own slot for ``need`` bytes, taken and marked invalid, made anew when none is free.
 
     Raises ArenaFull when there is no room for it.
     """
@@ -94,6 +94,15 @@ def take_free_own_slot(job: Job, ledger: Ledger, need: int) -> Slot | None:
         slot.taken = True
     slot.invalidate()
     return slot
+
+
+def drop_surplus(job: Job, ledger: Ledger) -> None:
+    """After a commit: give back what a renumbering or a mend brought beyond the usual slots."""
+    arena, expected = job.arena, len(job.layout.held_by(job.rank))
+    # The next step may be staged by now: what it has taken is none of these.
+    with arena.choosing:
+        for number in surplus_slots(arena.facts(), ledger, expected):
+            arena.drop(arena.slots[number])
 
 
 def target_slot(job: Job, generation: Generation, rebuild: Rebuild) -> Slot | None:

@@ -44,6 +44,7 @@ class Runner:
         deadline_s = self._clock.now_s() + timeout_s
         answer: Any = None
         lost: StoreLost | None = None
+        moved_s = 0.0
         while True:
             try:
                 action = session.throw(lost) if lost else session.send(answer)
@@ -54,10 +55,14 @@ class Runner:
             if per_wait:
                 deadline_s = self._clock.now_s() + timeout_s
                 if isinstance(action, Await) and action.moving_bytes:
-                    # Who moves has as long, and what it found must be heard after that.
-                    deadline_s += timeout_s
+                    # Who moves has as long, and what it found must be heard after that. For as
+                    # long as this rank has moved bytes, so have they.
+                    deadline_s += max(0.0, timeout_s - moved_s)
+            started_s = self._clock.now_s()
             try:
                 answer = self._carry_out(action, handlers, deadline_s, published)
+                if type(action) in handlers:
+                    moved_s = self._clock.now_s() - started_s
             except StoreError as error:
                 lost = StoreLost(str(error))
 

@@ -22,7 +22,8 @@ TURN_BYTES_MAX = 16 * CHUNK_BYTES
 class Scrubber:
     """Verifies an arena's slots in turns, from one thread.
 
-    ``bytes_per_s``: the rate; 0: never. ``rounds``: how often every slot was seen through.
+    ``bytes_per_s``: the rate; 0: never. ``rounds``: how often every slot was seen through. A chunk
+    is read at once, and what it is beyond the rate is waited for afterwards.
     """
 
     arena: Arena
@@ -32,31 +33,36 @@ class Scrubber:
     _place: tuple[int, int] = (-1, 0)
     """The slot that is being read and the next chunk of it."""
     _last_s: float | None = None
+    _left: float = 0.0
+    """Bytes that may be read now; below 0 after a chunk that was larger than that."""
 
-    def turn(self, now_s: float, wanted: Collection[Generation | None]) -> Slot | None:
+    def turn(
+        self, now_s: float, wanted: Collection[Generation | None]
+    ) -> tuple[Slot, SlotRecord] | None:
         """Verify as many chunks as the time since the last turn allows, of ``wanted`` generations.
 
-        A slot that turns out to be damaged is returned; its record stands until ``invalidate``.
+        A slot that turns out to be damaged is returned with its record, which stands as yet.
         """
         since_s = 1.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
-        budget = min(since_s * self.bytes_per_s, TURN_BYTES_MAX)
-        while budget > 0:
+        self._left = min(self._left + since_s * self.bytes_per_s, TURN_BYTES_MAX)
+        while self._left > 0:
             slot = self._next(wanted)
-            if slot is None or slot.record is None:
+            record = slot.record if slot is not None else None
+            if slot is None or record is None:
                 return None
             number, chunk = self._place
-            for index, (start, stop, expected) in enumerate(chunks_of(slot.record)):
+            for index, (start, stop, expected) in enumerate(chunks_of(record)):
                 if index < chunk:
                     continue
-                if budget <= 0:
+                if self._left <= 0:
                     self._place = (number, index)
                     return None
-                budget -= stop - start
+                self._left -= stop - start
                 self.verified_bytes += stop - start
                 if digest(slot.data[start:stop]) != expected:
                     self._place = (number + 1, 0)
-                    return slot
+                    return slot, record
             self._place = (number + 1, 0)
         return None
 

@@ -49,9 +49,9 @@ class Slot:
     """One slot of an open arena.
 
     ``record`` says what the slot holds; None: nothing that anybody may rely on. ``taken``: somebody
-    fills it, or has filled it with what has no record yet; nobody else chooses it. The mapping lives
-    as long as anything refers to ``data`` or ``tensor``, even after the slot is dropped or the
-    arena closed.
+    fills it, or has filled it with what has no record yet; nobody else chooses it. The mapping
+    lives as long as anything refers to ``data`` or ``tensor``, even after the slot is dropped or
+    the arena closed.
     """
 
     def __init__(

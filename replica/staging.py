@@ -12,12 +12,13 @@ from recovery.manifest import Generation, generation_id
 from recovery.slots import OWN
 from recovery.tree import GatherFailed, dump, merge_texts, texts_from
 from replica.arena import Slot
-from replica.driver import Driver, Request
+from replica.driver import Driver
 from replica.errors import PeerError, StateError, StoreError
 from replica.fault_points import reach
 from replica.image import ShardHeader
 from replica.job import Job
 from replica.regrown import take_free_own_slot
+from replica.request import Request
 from replica.runner import Runner
 from replica.snapshot import NeedCapacity, Snapshot
 from replica.ticket import Ticket
@@ -84,6 +85,7 @@ class Stager:
         except StoreLost as error:
             # P1: without the store both generations are kept and nothing new is begun.
             log.warning("step %d is not saved: %s", step, error)
+            driver.counts.note_failed(step, str(error), driver.read().base, loud=True)
             return self._skip(step, str(error))
         if not admission.take:
             kept = driver.read().kept
@@ -97,10 +99,16 @@ class Stager:
         sequence = (self._restores << 32) + admission.sequence
         identity = generation_id(job.name, job.nonce, step, sequence)
         generation = Generation(job.epoch, step, identity)
-        if driver.admit(generation, timeout_s):
-            driver.submit(self._stage(generation, ticket))
-        else:
-            self._give_up(generation, ticket)
+        try:
+            admitted = driver.admit(generation, timeout_s)
+            if admitted:
+                driver.submit(self._stage(generation, ticket))
+        except BaseException as error:
+            # Ctrl-C, say. The generation was begun, and all would wait for what never comes.
+            self._break_off(generation, ticket, f"{type(error).__name__} during save({step})")
+            raise
+        if not admitted:
+            self._give_up(generation, ticket, "the decision before it could not be read")
         return ticket
 
     def _skip(self, step: int, reason: str) -> Ticket:
@@ -116,9 +124,26 @@ class Stager:
     def _admission_key(self, step: int) -> str:
         return admission_key(step, self._restores)
 
-    def _give_up(self, generation: Generation, ticket: Ticket) -> None:
+    def _break_off(self, generation: Generation, ticket: Ticket, reason: str) -> None:
+        """Abort a step in the middle of whose staging this thread was interrupted."""
+        if self._driver.read().current != generation:
+            self._give_up(generation, ticket, reason)
+            return
+        self._driver.submit(
+            Request(
+                generation=generation,
+                sequence=self._sequence,
+                admission_key=self._admission_key(generation.step),
+                ticket=ticket,
+                slot=None,
+                shard_bytes=0,
+                copy_s=0.0,
+                refusal=reason,
+            )
+        )
+
+    def _give_up(self, generation: Generation, ticket: Ticket, reason: str) -> None:
         """The others took a step that this rank cannot take: abort it at once (P2)."""
-        reason = "the decision of the save before it could not be read"
         ticket.fail(reason)
         self._driver.note_keys(
             self._sequence, self._admission_key(generation.step), decision_key(generation)

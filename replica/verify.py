@@ -218,9 +218,40 @@ def _judge(
         return replace(found, verdict=BAD, reason=reason, bad_chunks=damaged)
     if found.kind == OWN and record.fragment == WHOLE:
         fault = _image_fault(descriptor, record)
+        if fault and _declared_bytes(data) not in (0, data.size):
+            # Regrown in a slot of another size, it has not the pad that it had, which is no part of
+            # the shard.
+            fault = _fault_as_it_was(data, record)
         if fault:
             return replace(found, verdict=BAD, reason=fault)
     return replace(found, verdict=OK)
+
+
+def _declared_bytes(data: npt.NDArray[np.uint8]) -> int:
+    """How long the file was that the image was made in, as its header has it; 0: not said."""
+    header_bytes = int.from_bytes(data[:8].tobytes(), "little")
+    try:
+        entries = json.loads(data[8 : 8 + header_bytes].tobytes())
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name[:2] != "__"]
+        return 8 + header_bytes + int(max(ends, default=0))
+    except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError):
+        return 0
+
+
+def _fault_as_it_was(data: npt.NDArray[np.uint8], record: SlotRecord) -> str:
+    """What is wrong with the image in a file of the length that its header has; no byte is read."""
+    declared, header_bytes = _declared_bytes(data), int.from_bytes(data[:8].tobytes(), "little")
+    if declared < record.shard_bytes:
+        return f"its digests hold, and its header says {declared} bytes of {record.shard_bytes}"
+    descriptor = os.memfd_create("planaria-verify")
+    try:
+        os.write(descriptor, data[: 8 + header_bytes].tobytes())
+        os.ftruncate(descriptor, declared)
+        return _image_fault(descriptor, record)
+    except OSError as error:
+        return f"its digests hold, and a file of its length {declared} cannot be made: {error}"
+    finally:
+        os.close(descriptor)
 
 
 def _image_fault(descriptor: int, record: SlotRecord) -> str:

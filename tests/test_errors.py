@@ -78,7 +78,8 @@ def parts(node):
         yield from parts(node.left)
         yield from parts(node.right)
     elif isinstance(node, ast.Attribute) and node.attr == "__name__":
-        yield node.value
+        if isinstance(node.value, ast.Name | ast.Attribute):
+            yield node.value
     elif isinstance(node, ast.Name | ast.Attribute | ast.Constant):
         yield node
 

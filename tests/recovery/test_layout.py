@@ -184,7 +184,7 @@ def test_auto_takes_the_widest_stripe_that_survives_two(nodes):
 
 @pytest.mark.parametrize("text", ["none", "copies:1", "copies:3", "stripe:1+1", "stripe:6+2"])
 def test_names_read_back(text):
-    """A redundancy prints as the text that made it, and is of the kind that the text begins with."""
+    """A redundancy prints as the text that made it, and is of the kind that begins it."""
     found = parse_redundancy(text, 16)
     assert str(found) == text
     assert found.kind == text.partition(":")[0]
@@ -253,7 +253,7 @@ def test_a_topology_knows_nodes_by_their_lowest_rank():
     assert topology.same_node(0, 2)
     assert not topology.same_node(0, 1)
     assert topology.describe() == "4 ranks on 3 nodes (z: ranks [0, 2]; a: ranks [1]; b: ranks [3])"
-    with pytest.raises(LayoutError, match="at least one rank"):
+    with pytest.raises(LayoutError, match=r"^a topology needs at least one rank$"):
         Topology(())
 
 

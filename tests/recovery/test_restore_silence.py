@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
+from recovery.actions import Await, Publish
 from recovery.manifest import WHOLE
 from recovery.session import SILENCES_MAX, RestoreAborted
 from tests.recovery.rigs import DAMAGED, UNHEARD, RestoreRig, layout_of
-from tests.recovery.world import Raised, World
+from tests.recovery.world import Early, Raised, Silent, World
 
 
 def restored(rig):
@@ -118,3 +121,25 @@ def test_silence_of_an_own_copy_is_made_good_by_the_others():
     for result in results.values():
         assert result.value.generation == rig.generations[-1]
         assert WHOLE not in result.value.plan.rebuilds[3].fragments
+
+
+def test_whoever_gives_up_first_ends_the_vote_for_all():
+    """Rank 1 falls silent before it votes; rank 2's deadline passes, and nobody waits for his own.
+
+    A deadline per wait began later for those who moved for long: rank 0, say, which counts.
+    """
+    rig = RestoreRig(layout_of("copies:1", 1, 1, 1))
+    world, _ = restored(rig)
+    numbers, at = Counter(), {}
+    for rank, action, _ in world.trace:
+        if isinstance(action, Await | Publish):
+            at[rank, action.keys[0] if isinstance(action, Await) else action.key] = numbers[rank]
+        numbers[rank] += 1
+    faults = [Silent(1, at[1, "restore/0/0/moved/0/1"]), Early(2, at[2, "restore/0/0/vote"])]
+    again = World(0, RestoreRig(layout_of("copies:1", 1, 1, 1)).sessions(), faults=faults)
+    results = again.run()
+    assert {rank: str(result.error) for rank, result in results.items()} == {
+        0: "no vote from rank 1",
+        2: "no vote from rank 1",
+    }
+    assert not again._over

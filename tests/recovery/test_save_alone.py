@@ -248,3 +248,26 @@ def test_keys_of_one_generation_are_one_entry():
     assert log.open(4) is first
     assert log.open(5) is not first
     assert [sequence for sequence, _ in log.entries] == [4, 5]
+
+
+def as_root(play):
+    """Make ``play`` that of rank 0, which gathers HELD."""
+    play.context = play.rig.context(0)
+    play.held, play.sent = play.layout.held_by(0), play.layout.sent_by(0)
+    play.answers["Settle"] = dict.fromkeys(play.held, "")
+    play.answers["Exchange"] = ExchangeResult(MINE, dict.fromkeys(play.held, b"x"))
+    gen = play.generation.id
+    play.answers |= {f"ack/{gen}/0/{f.index}": MINE.hex().encode() for f in play.sent}
+    return play
+
+
+def test_the_root_says_why_it_does_not_commit():
+    """HELD of another arena than the agreed one, and HELD that is no word: an abort with that."""
+    play = as_root(Play())
+    play.run()
+    words = "HELD was reported by an arena that is not the one agreed at start-up"
+    assert play.tried() == [f"aborted:rank 0: {words}"]
+    play = as_root(Play())
+    play.answers |= {f"held/{play.generation.id}/0/1": b"spoiled:nonsense"}
+    play.run()
+    assert play.tried() == ["aborted:rank 0: HELD cannot be read: nonsense"]

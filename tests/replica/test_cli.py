@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -247,6 +248,48 @@ def test_clean_removes_one_dead_job(open_arena, arena_dir, capsys):
         assert run(capsys, "clean", "--arena-dir", arena_dir, "--job", job) == (0, out, "")
     left = [arena["job"] for arena in status(capsys, arena_dir)["arenas"]]
     assert left == ["living", "other"]
+
+
+KILLED = """
+arena = Arena.open(DIR, **OPEN)
+arena.allocate(5000, "own")
+arena.allocate(5000, "held")
+say(arena.path)
+wait()
+"""
+
+
+def leave_behind(children, arena_dir) -> Path:
+    """Have a process killed that had an arena; half-made files and a sibling lie there too."""
+    child = children.start(KILLED, arena_dir)
+    path = Path(child.hear())
+    child.end()
+    for name in ("unfinished-slot-7.fragment", "unfinished-slot-8.record", "slot-9.record"):
+        (path / name).write_bytes(b"half")
+    shutil.copytree(path, path.with_name("0.1"))
+    return path
+
+
+@pytest.mark.parametrize("choice", [["--job", "job"], ["--all"]])
+def test_clean_removes_all_that_a_killed_process_left(children, arena_dir, capsys, choice):
+    """Arena, half-made files, sibling and the directories above them: nothing is left."""
+    path = leave_behind(children, arena_dir)
+    code, out, _ = run(capsys, "clean", "--arena-dir", arena_dir, *choice)
+    assert (code, out.split()) == (0, [str(path), f"{path}.1"])
+    assert list(arena_dir.iterdir()) == []
+
+
+def test_the_next_start_removes_what_nobody_will_use(children, open_arena, arena_dir, capsys):
+    """The same job starts again: half-made files and the older sibling go, slots are adopted."""
+    path = leave_behind(children, arena_dir)
+    arena = open_arena()
+    assert arena.path == f"{path}.1"
+    assert not path.exists()
+    assert sorted(arena.slots) == [0, 1]
+    expected = {"lock", "head", "slot-0.safetensors", "slot-1.fragment"}
+    expected |= {"slot-0.record", "slot-1.record"}
+    assert {file.name for file in Path(arena.path).iterdir()} == expected
+    assert run(capsys, "verify", "--arena-dir", arena_dir)[0] == 0
 
 
 # --- the command line itself

@@ -14,7 +14,8 @@ import time
 
 import pytest
 
-from replica.arena import read_arenas
+from replica.arena import Arena, read_arenas
+from replica.at_exit import THREAD_PREFIX
 from replica.checkpointer import Checkpointer
 from replica.driver import Driver
 from replica.encode import EncodePass
@@ -24,7 +25,7 @@ from replica.staging import Stager
 from replica.timed_store import TimedStore
 from tests.replica.inprocess import COMMIT_S, Cluster, outcomes
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 12.0
 """Deadline of the Checkpointers: what is over much sooner did not wait for it."""
 SOON_S = TIMEOUT_S / 3
 
@@ -72,7 +73,10 @@ def close_soon(me) -> None:
     me.ckpt.close()
     me.ckpt.close()
     assert time.monotonic() - started_s < SOON_S
-    assert [t.name for t in threading.enumerate() if t.name.startswith("planaria")] == []
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
+    for thread in ours:
+        thread.join(SOON_S)
+    assert [thread.name for thread in ours if thread.is_alive()] == []
 
 
 def check_next_start(arena_dir, step) -> None:
@@ -88,11 +92,10 @@ def check_next_start(arena_dir, step) -> None:
 SAVE = [
     (TimedStore, "compare_set", False),
     (TimedStore, "compare_set", True),
-    (Driver, "wait_decided", False),
-    (Driver, "change", False),
-    (Driver, "change", True),
+    (Driver, "admit", False),
+    (Driver, "admit", True),
     (Stager, "_copy", False),
-    (Stager, "_own_slot", True),
+    (Stager, "_take_slot", True),
     (Snapshot, "capture_into", False),
     (Snapshot, "capture_into", True),
     (Driver, "submit", False),
@@ -134,16 +137,22 @@ def test_saving_goes_on_after_a_broken_save(arena_dir, strike, owner, name, afte
 
 
 def test_while_a_save_waits_for_the_one_before(arena_dir, strike, monkeypatch):
-    """With a save held behind, the interrupt ends ``save(when_busy="wait")``; both steps are sane."""
+    """With a save held behind, the interrupt ends ``save(when_busy="wait")``; step 1 is kept."""
     gate = threading.Event()
     inner = EncodePass.run
     monkeypatch.setattr(EncodePass, "run", lambda self: (gate.wait(COMMIT_S), inner(self))[1])
     me = alone(arena_dir)
     me.train(1)
     me.ckpt.save(1)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
-    strike(Checkpointer, "status")
-    timer.start()
+    entered = threading.Event()
+    wait_ready = Driver.wait_ready
+    monkeypatch.setattr(Driver, "wait_ready", lambda *args: (entered.set(), wait_ready(*args))[1])
+
+    def kill():
+        entered.wait(COMMIT_S)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=kill, daemon=True).start()
     with pytest.raises(Interrupted):
         me.ckpt.save(2, when_busy="wait")
     gate.set()
@@ -207,8 +216,6 @@ def test_in_the_middle_of_closing(arena_dir, strike, owner, name, after):
 @pytest.mark.parametrize("name", ["allocate", "update_head"])
 def test_in_the_middle_of_opening(arena_dir, strike, name):
     """The interrupt ends ``start``: the arena is not kept by a Checkpointer that nobody has."""
-    from replica.arena import Arena  # noqa: PLC0415
-
     me = alone(arena_dir)
     struck = strike(Arena, name)
     with pytest.raises(Interrupted):

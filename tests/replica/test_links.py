@@ -40,7 +40,7 @@ class Stuck:
     def __init__(self) -> None:
         self.gate, self.closed = threading.Event(), threading.Event()
 
-    def connect(self, name, rank, peer, store, timeout_s):
+    def connect(self, *_):
         """Wait, then give something that can be closed."""
         self.gate.wait(WAIT_S)
         return self

@@ -437,7 +437,7 @@ def test_a_rank_that_cannot_take_an_admitted_step_aborts_it_at_once(arena_dir):
 
     cluster = Cluster(arena_dir, PAIR, "copies:1", hook=faults, timeout_s=SHORT_S)
     for why in cluster.run(body):
-        assert "the decision of the save before it could not be read" in why
+        assert "the decision before it could not be read" in why
     assert restored(arena_dir, PAIR, "copies:1") == 4
 
 
@@ -640,7 +640,8 @@ def test_four_ranks_with_random_delays_take_the_same_steps(arena_dir):
             time.sleep(pace.random() * 0.004)
             tickets.append(me.ckpt.save(step))
             if me.rank == 0:
-                most.append(len(keys))
+                # A slow machine skips more steps, each of which has a key until two saves later.
+                most.append(sum("/admit/" not in key for key in list(keys)))
         tickets.append(me.ckpt.save(201))
         taken = [ticket.step for ticket in tickets if not ticket.skipped]
         for ticket in tickets:
@@ -652,7 +653,7 @@ def test_four_ranks_with_random_delays_take_the_same_steps(arena_dir):
     # How many depends on the machine; that some steps were skipped shows that saves overlap steps.
     assert 2 < len(taken[0]) < 200
     # A generation of four ranks with three fragments each needs about 35 keys, the pairs 18.
-    assert max(most[100:]) <= 250
+    assert max(most[100:]) <= 200
     assert restored(arena_dir, FOUR, "stripe:2+1") == taken[0][-1]
 
 

@@ -103,5 +103,9 @@ def check_end(process, code):
     """The script had a save in flight, ended with its code and said no more than its own error."""
     out, err = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, out) == (code, "in flight"), err
-    for word in ("terminate", "Fatal", "Segmentation"):
+    for word in ("terminate", "Fatal", "Segmentation", "resource_tracker", "Exception ignored"):
         assert word not in err
+    # Of an error in training it is the script's own traceback that is shown, and no other.
+    ours = {1: "raise RuntimeError(ending)", -signal.SIGINT: "raise KeyboardInterrupt"}.get(code)
+    assert err.count("Traceback") == (ours is not None), err
+    assert (ours or "") in err
