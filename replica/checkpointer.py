@@ -338,7 +338,7 @@ class Checkpointer:
         try:
             if driver.wait_decided(timeout_s) and goodbye:
                 driver.leave()
-            self._say_goodbye(job)
+                self._say_goodbye(job)
         except BaseException:
             deadline_s = 0.0  # Ctrl-C, say: no more waiting
             raise

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from erasure.errors import PlanariaError
-from replica.arena_views import clean
+from replica.arena_views import clean, read_arenas
 from replica.cli_status import status
 from replica.config import DEFAULT_ARENA_DIR
 
@@ -137,6 +137,10 @@ def _clean(argv: Sequence[str]) -> int:
     if not asked and paths and not options.dry_run:
         print("nothing was removed: name the job (--job), or say --all", file=sys.stderr)
         return 1
+    if asked:
+        for view in read_arenas(options.arena_dir, options.job):
+            if view.path not in paths:
+                print(f"in use, not removed: {view.path}", file=sys.stderr)
     return 0
 
 

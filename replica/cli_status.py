@@ -20,7 +20,7 @@ def status(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report))
     else:
-        _print_status(report, options.arena_dir)
+        _print_status(report, options.arena_dir, options.job)
     return 0
 
 
@@ -128,9 +128,9 @@ def _describe_slot(slot: SlotView) -> dict[str, Any]:
     }
 
 
-def _print_status(report: dict[str, Any], arena_dir: str) -> None:
+def _print_status(report: dict[str, Any], arena_dir: str, job: str | None) -> None:
     if not report["arenas"]:
-        print(f"no arenas of this user in {arena_dir}")
+        print(f"no arenas of {f'job {job!r} of ' if job else ''}this user in {arena_dir}")
         return
     for arena in report["arenas"]:
         state = f"pid {arena['pid']}" if arena["alive"] else "not running"
@@ -141,8 +141,8 @@ def _print_status(report: dict[str, Any], arena_dir: str) -> None:
         )
         for slot in arena["slots"]:
             print(f"    {_slot_line(slot)}")
-    for job, facts in report["jobs"].items():
-        print(f"job {job}: newest committed step {facts['committed_step']}")
+    for name, facts in report["jobs"].items():
+        print(f"job {name}: newest committed step {facts['committed_step']}")
     print_generations(report["generations"], "these arenas")
 
 

@@ -19,7 +19,7 @@ def verify(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report))
     else:
-        _print_report(report, options.arena_dir)
+        _print_report(report, options.arena_dir, options.job)
     return 1 if report["damaged"] else 0
 
 
@@ -68,9 +68,9 @@ def _describe_slot(slot: SlotVerdict) -> dict[str, Any]:
     }
 
 
-def _print_report(report: dict[str, Any], arena_dir: str) -> None:
+def _print_report(report: dict[str, Any], arena_dir: str, job: str | None) -> None:
     if not report["arenas"]:
-        print(f"no arenas of this user in {arena_dir}")
+        print(f"no arenas of {f'job {job!r} of ' if job else ''}this user in {arena_dir}")
         return
     for arena in report["arenas"]:
         print(f"{arena_line(arena)}\n  {arena['path']}")

@@ -80,9 +80,10 @@ class Idle:
         keeper.counts.mended += outcome.state == DONE
         full = outcome.protection == job.layout.redundancy.survivable_nodes
         level = logging.INFO if full or not known else logging.WARNING
-        text = "rank %d: step %d, mended because %s: %s, %d more nodes may be lost; %s"
-        facts = (job.rank, base.step, why, outcome.state, outcome.protection, outcome.reason)
-        log.log(level, text, *facts)
+        after = f", {outcome.protection} more nodes may be lost" if known else ""
+        text = "rank %d: mend of step %d, for %s, ended: %s%s%s"
+        reason = f"; {outcome.reason}" if outcome.reason else ""
+        log.log(level, text, job.rank, base.step, why, outcome.state, after, reason)
         if given_up is not None:
             text = (
                 "rank %d: %s could not be protected as well as the older step %d in %d attempts; "

@@ -47,6 +47,10 @@ class Stager:
             raw = Runner(job.front, job.clock).run(
                 session, {}, timeout_s=job.config.options.timeout_s
             )
+        except StoreLost as lost:
+            raise StoreError(
+                f"rank {job.rank}: the first save() cannot ask the others: {lost}; call it again"
+            ) from lost
         except GatherFailed as failed:
             raise PeerError(
                 f"rank {job.rank}: the first save() waits for all ranks; {failed} within "

@@ -105,8 +105,24 @@ class Debt:
             return
         found = holdings(truth, self._world.launcher.nodes)
         for owner, items in found.items():
-            missing = truth.survives - tolerance(truth, items)
-            truth.damage[owner] = {(f"gone-{n}", WHOLE) for n in range(max(0, missing))}
+            missing = max(0, truth.survives - tolerance(truth, items))
+            truth.damage[owner] = self._newest_damage(truth, owner, missing)
+
+    def _newest_damage(self, truth: Truth, owner: int, nodes: int) -> set[Item]:
+        """What faults took last from so many nodes; what else is missing was never there."""
+        kept: set[Item] = set()
+        known = sorted(
+            truth.damage.get(owner, set()),
+            key=lambda item: (
+                self._damaged_at.get((truth.generation.id, owner, *item), 0.0),
+                item,
+            ),
+        )
+        for item in reversed(known):
+            if len({name for name, _ in kept | {item}}) <= nodes:
+                kept.add(item)
+        have = len({name for name, _ in kept})
+        return kept | {(f"never-{n}", WHOLE) for n in range(nodes - have)}
 
     def excused(self, owed: Truth) -> bool:
         """Whether faults took more than the code can lose, nodes that are away included."""

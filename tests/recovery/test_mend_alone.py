@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from recovery import mend
-from recovery.actions import Await, CompareSet, Got, Missing, Publish
+from recovery.actions import Await, CompareSet, Got, Missing, Publish, StoreLost
 from recovery.commit import Exchange, ExchangeResult
 from recovery.errors import RecoveryError
 from recovery.layout import Fragment
@@ -22,6 +24,7 @@ from recovery.mend import (
     mend_session,
     over_key,
     parse_name,
+    parse_result,
     result_key,
 )
 from recovery.repair import make_repair
@@ -197,16 +200,19 @@ class Alone:
     def __init__(self, layout, rank, changes, **facts):
         self.world, _ = mended(layout, **facts)
         self.rig = MendRig(layout, **facts)
-        self.rank, self.changes, self.waits = rank, changes, []
+        self.rank, self.changes = rank, changes
+        self.waits, self.actions = [], []
 
     def run(self):
         """Play to the end; return the outcome."""
         session, answer = mend_session(self.rig.context(self.rank)), None
         while True:
+            lost = isinstance(answer, StoreLost)
             try:
-                action = session.send(answer)
+                action = session.throw(answer) if lost else session.send(answer)
             except StopIteration as stop:
                 return stop.value
+            self.actions.append(action)
             answer = self.answer(action)
 
     def answer(self, action):
@@ -315,3 +321,215 @@ def test_the_most_that_a_group_could_move_is_a_shard_and_all_of_its_fragments():
         layout = layout_of(redundancy, *[1] * nodes)
         made = repair_of(layout, [])
         assert made.moving_bytes_max() == SIZE * (layout.redundancy.n + 1)
+
+
+def test_the_look_after_the_deadline_asks_for_those_that_came_and_does_not_wait():
+    """Rank 1's report lacks at the deadline: the two others are read at once and frozen."""
+    layout = layout_of("copies:2", 1, 1, 1)
+    asked = []
+
+    def reports(action):
+        asked.append((action.keys, action.look))
+        here = [key for key in action.keys if not key.endswith("/1")]
+        if len(here) < len(action.keys):
+            return Missing(tuple(set(action.keys) - set(here)))
+        return Got({key: play.world.store[key] for key in here})
+
+    play = Alone(layout, 0, {"reports for mending": reports})
+    play.run()
+    keys = tuple(f"mend/{NAME}/0/report/{rank}" for rank in range(3))
+    assert asked == [(keys, False), ((keys[0], keys[2]), True)]
+
+
+@pytest.mark.parametrize(
+    ("reports", "ranks"),
+    [
+        ([[0, [], None, []], [0, [], None, []]], "(0, 0)"),
+        ([[0, [], None, []], [2, [], None, []]], "(0, 2)"),
+        ([[7, [], None, []]], "(7,)"),
+    ],
+)
+def test_frozen_reports_of_ranks_that_are_not_of_the_group_are_refused(reports, ranks):
+    """One rank twice, or one of another group: failed, and the ranks are told."""
+    layout = layout_of("copies:1", 1, 1, 1, 1)
+    frozen = {"CompareSet": lambda a: dump(reports) if a.key == FROZEN else a.value}
+    play = Alone(layout, 0, frozen)
+    play.run()
+    tried = [a.value for a in play.actions if isinstance(a, CompareSet) and a.key == RESULT]
+    words = f"reports of ranks {ranks} were frozen for group 0"
+    assert tried == [f"failed:-1:rank 0: {words}".encode()]
+
+
+def test_a_report_that_is_no_json_is_called_a_report():
+    """What another rank has published cannot be read: failed, and the words say what it was."""
+    layout = layout_of("copies:1", 1, 1)
+    play = Alone(layout, 0, {"reports for mending": lambda a: Got(dict.fromkeys(a.keys, b"{"))})
+    outcome = play.run()
+    assert outcome.state == FAILED
+    assert outcome.reason.startswith("rank 0: a report is not JSON")
+
+
+def test_words_of_another_rank_that_cannot_be_read_name_it():
+    """The list of what was refused is garbage: failed, naming whose it is."""
+    layout = layout_of("copies:1", 1, 1)
+
+    def words(action):
+        return Got({key: b"{" if key.endswith("/1") else b"[]" for key in action.keys})
+
+    outcome = Alone(layout, 0, {"word of it": words}).run()
+    assert outcome.reason.startswith("rank 0: word of rank 1 is not JSON")
+
+
+@pytest.mark.parametrize("raw", [b"", b"done", b"done:", b"done:x:", b"over:1:", b"x" * 100])
+def test_an_end_that_cannot_be_read_is_a_failure_that_nobody_agreed_on(raw):
+    """Garbage where the end stands: failed, nothing known, what was made is told all the same."""
+    layout = layout_of("copies:1", 1, 1)
+    end = {"CompareSet": lambda a: raw if a.key == OVER else a.value}
+    outcome = Alone(layout, 0, end, lost=[(1, (0, 0))]).run()
+    assert (outcome.state, outcome.protection, outcome.agreed) == (FAILED, -1, False)
+    assert outcome.reason == f"result of a mend is {raw[:64]!r}"
+    assert outcome.repair is not None
+    assert outcome.placed == {Fragment(0, 0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"done:2:", ("done", 2, "")),
+        (b"part:-1:a: b", ("part", -1, "a: b")),
+        (b"ranks lost:999999999:x", ("ranks lost", 999_999_999, "x")),
+        (b"failed:-1:\xff", ("failed", -1, "\ufffd")),
+    ],
+)
+def test_results_are_read_whatever_their_words(raw, expected):
+    """State and number are checked, up to nine digits; the words are shown as they can be."""
+    assert parse_result(raw) == expected
+
+
+def test_the_store_lost_at_the_end_leaves_what_was_made():
+    """The fragments lie there, whatever became of the result: repair and placed are told."""
+    layout = layout_of("copies:1", 1, 1)
+
+    def lost(action):
+        if action.key == OVER:
+            return StoreLost("no answer")
+        return action.value
+
+    outcome = Alone(layout, 0, {"CompareSet": lost}, lost=[(1, (0, 0))]).run()
+    assert (outcome.state, outcome.protection) == (FAILED, -1)
+    assert outcome.reason == "the store was lost: no answer"
+    assert outcome.repair is not None
+    assert outcome.placed == {Fragment(0, 0, 1)}
+    assert not outcome.agreed
+
+
+def test_every_failure_of_a_rank_is_told_each_once():
+    """Connections, streams and groups: the reasons stand beside each other."""
+    layout = layout_of("copies:2", 1, 1, 1)
+    cut_off = {1: "no way to rank 1", 2: "no way to rank 2"}
+    outcome = Alone(layout, 0, {"Connect": cut_off}).run()
+    assert outcome.reason == "rank 0: no way to rank 1; no way to rank 2"
+    failed = ExchangeResult(b"", {}, ("a stream", "another stream"))
+    assert Alone(layout, 0, {"Exchange": failed}).run().reason == "rank 0: a stream; another stream"
+    layout = layout_of("copies:1", 1, 1, 1, 1)
+    results = {RESULT: b"part:0:one", result_key(NAME, 1): b"failed:-1:two"}
+    outcome = Alone(layout, 0, {"results of all groups": Got(results)}).run()
+    assert (outcome.state, outcome.protection, outcome.reason) == (FAILED, -1, "one; two")
+
+
+def test_a_refusal_that_is_no_text_is_told_with_a_mark():
+    """READY of another process is no UTF-8: the fragment is not sent, and the word is passed on."""
+    layout = layout_of("copies:1", 1, 1)
+    play = Alone(
+        layout,
+        0,
+        {"READY": lambda a: Got(dict.fromkeys(a.keys, b"\xff"))},
+        lost=[(1, (0, 0))],
+    )
+    play.run()
+    told = [a.value for a in play.actions if isinstance(a, Publish) and a.key.endswith("/sent/0")]
+    assert told == [dump([[0, 0, 1, "\ufffd"]])]
+
+
+def test_a_group_that_gave_up_does_not_wait_for_the_others():
+    """Given up means that something waits for this rank: it sets the end and goes."""
+    layout = layout_of("copies:1", 1, 1, 1, 1)
+    words = b"given up:-1:a save"
+    play = Alone(layout, 0, {"CompareSet": lambda a: words if a.key == RESULT else a.value})
+    assert play.run().state == GIVEN_UP
+    assert "results of all groups" not in play.waits
+
+
+def test_a_silent_group_is_no_word_of_protection():
+    """Of what the silent group holds nothing is known, however well this one is protected."""
+    layout = layout_of("copies:1", 1, 1, 1, 1)
+    play = Alone(layout, 0, {"results of all groups": lambda a: Missing(a.keys[1:])})
+    play.run()
+    tried = [a.value for a in play.actions if isinstance(a, CompareSet) and a.key == OVER]
+    assert tried == [b"failed:-1:no result of coding groups [1]"]
+
+
+def test_bytes_are_summed_over_all_that_a_rank_sends_serves_and_takes():
+    """Rank 0 lost its shard and others' fragments: it reads, sends and takes; counted by hand."""
+    layout = layout_of("stripe:1+1", 1, 1, 1)
+    # Owner 0 reads fragment 0 from rank 1 and sends fragment 1 to rank 2; owner 1 and 2 send to 0.
+    lost = [(0, (0, WHOLE)), (2, (0, 1)), (0, (1, 1)), (0, (2, 0))]
+    made = repair_of(layout, lost)
+    assert made.describe().splitlines()[1:] == [
+        "owner 0: reads 0<-1; sends 1->2",
+        "owner 1: sends 1->0",
+        "owner 2: sends 0->0",
+    ]
+    assert made.moving_bytes() == 4 * SIZE  # rank 0: one read, one sent, two taken
+    # Rank 2 serves one read and sends two fragments: three in all, more than anybody else.
+    made = repair_of(layout, [(0, (0, WHOLE)), (1, (0, 0)), (0, (2, 0)), (1, (2, 1))])
+    assert made.describe().splitlines()[1:] == [
+        "owner 0: reads 1<-2; sends 0->1",
+        "owner 2: sends 0->0, 1->1",
+    ]
+    assert made.moving_bytes() == 3 * SIZE
+
+
+def test_the_moves_of_a_repair_are_a_plan_of_that_generation_for_every_rank():
+    """Each rank has its place in it, with nothing to read where it needs nothing."""
+    layout = layout_of("stripe:1+1", 1, 1, 1, 1, 1, 1)
+    made = repair_of(layout, [(0, (0, WHOLE))])
+    moves = made.moves()
+    assert moves.generation == GENERATION
+    assert [rebuild.owner for rebuild in moves.rebuilds] == list(range(6))
+    assert [len(rebuild.reads) for rebuild in moves.rebuilds] == [1, 0, 0, 0, 0, 0]
+    kinds = [rebuild.kind.shard_bytes for rebuild in moves.rebuilds]
+    assert kinds == [SIZE, SIZE, SIZE, 0, 0, 0]
+    assert moves.describe().startswith(f"restore {GENERATION.describe()}\nowner 0: {SIZE} bytes, ")
+    assert repair_of(layout, []).moves() is None
+
+
+def test_a_fragment_in_the_own_arena_is_no_own_copy():
+    """Rank 0 holds a fragment of its own shard and not the whole: it has to read the shard."""
+    layout = layout_of("stripe:1+1", 1, 1, 1)
+    stock = stock_of(layout)
+    stock[0].discard((0, WHOLE))
+    stock[0].add((0, 0))
+    made = make_repair(inventory_of(layout, stock), GENERATION, layout, 0, (0, 1, 2))
+    assert made.stripes[0].rebuild.reads
+    assert made.moves() is not None
+
+
+def test_a_copy_at_another_rank_is_no_own_copy():
+    """A whole copy of owner 0 lies at rank 1 only: it is read from there."""
+    layout = layout_of("stripe:1+1", 1, 1, 1)
+    stock = stock_of(layout)
+    stock[0].discard((0, WHOLE))
+    stock[1].add((0, WHOLE))
+    made = make_repair(inventory_of(layout, stock), GENERATION, layout, 0, (0, 1, 2))
+    (read,) = made.stripes[0].rebuild.reads
+    assert (read.fragment, read.source) == (WHOLE, 1)
+
+
+def test_a_repair_of_nobody_protects_nothing():
+    """No rank of the group was there: no loss can be borne, and that is a number."""
+    layout = layout_of("copies:1", 1, 1)
+    made = make_repair(inventory_of(layout, {}), GENERATION, layout, 0, ())
+    assert made.moving_bytes_max() == 0
+    assert made.protection(()) == -1
+    assert replace(made, protections={}).protection(()) == 0

@@ -229,7 +229,8 @@ def test_clean_without_a_job_only_lists(open_arena, arena_dir, capsys):
 def test_a_dry_run_lists_and_keeps(open_arena, arena_dir, capsys, choice):
     """--dry-run prints what would go, exits 0, and removes nothing."""
     path = open_arena(job="a").path
-    assert run(capsys, "clean", "--arena-dir", arena_dir, *choice, "--dry-run") == (0, "", "")
+    told = f"in use, not removed: {path}\n" if choice else ""
+    assert run(capsys, "clean", "--arena-dir", arena_dir, *choice, "--dry-run") == (0, "", told)
     open_arena(job="b").close()
     open_arena(job="a", position=1).close()
     _, out, _ = run(capsys, "clean", "--arena-dir", arena_dir, *choice, "--dry-run")
@@ -243,9 +244,9 @@ def test_clean_removes_one_dead_job(open_arena, arena_dir, capsys):
     gone = open_arena(job="gone")
     gone.close()
     open_arena(job="other").close()
-    open_arena(job="living")
-    for job, out in (("gone", f"{gone.path}\n"), ("living", ""), ("nobody", "")):
-        assert run(capsys, "clean", "--arena-dir", arena_dir, "--job", job) == (0, out, "")
+    told = f"in use, not removed: {open_arena(job='living').path}\n"
+    for job, out, err in (("gone", f"{gone.path}\n", ""), ("living", "", told), ("nobody", "", "")):
+        assert run(capsys, "clean", "--arena-dir", arena_dir, "--job", job) == (0, out, err)
     left = [arena["job"] for arena in status(capsys, arena_dir)["arenas"]]
     assert left == ["living", "other"]
 

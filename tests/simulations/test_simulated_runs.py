@@ -14,7 +14,7 @@ from simulations.scenario import Scenario, write
 from simulations.shrink import shrink
 from simulations.swarm import WEIGHTS, draw
 
-FIXED = range(1, 13)
+FIXED = range(1, 9)
 FRESH_S = 60.0
 
 
