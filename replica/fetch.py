@@ -114,7 +114,8 @@ class Fetcher:
         code, size = mine.kind.code, mine.kind.shard_bytes
         only = mine.reads[0]
         here = only.fragment == WHOLE and only.source == self._job.rank
-        found = self._find(only) if here else None
+        # What a node of more ranks left is mapped read-only, so that is copied.
+        found = self._in_arena(only) if here else None
         if found is not None:
             shard = found[1][:size]
         else:
@@ -127,10 +128,15 @@ class Fetcher:
 
     def _find(self, read: Read) -> tuple[SlotRecord, Bytes] | None:
         """Record and bytes of a read that this rank serves: from its arena, else a left one."""
+        mine = self._in_arena(read)
+        return mine or _seen(self._job.left_over(), self._plan.generation, read)
+
+    def _in_arena(self, read: Read) -> tuple[SlotRecord, Bytes] | None:
+        """Record and bytes of a read in this rank's own arena."""
         for slot in self._job.arena.slots.values():
             if slot.record is not None and _matches(slot.record, self._plan.generation, read):
                 return slot.record, slot.data
-        return _seen(self._job.left_over(), self._plan.generation, read)
+        return None
 
     def _find_on_node(self, read: Read) -> tuple[SlotRecord, Bytes] | None:
         """Record and bytes of a read from any arena of this node; another rank's is read-only."""

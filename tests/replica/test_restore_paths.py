@@ -390,6 +390,22 @@ def test_a_state_of_other_keys_aborts_on_all_ranks_and_changes_nothing(arena_dir
     assert {e["step"] for e in restored(arena_dir, ["a", "b"], "copies:1")} == {1}
 
 
+def test_what_a_node_of_more_ranks_left_is_restored_by_its_own_owner(arena_dir):
+    """The one rank that stays on a node was its second: it reads that arena, and saves go on."""
+    trained(arena_dir, ["a", "a", "b"], "copies:1", 1)
+
+    def restore_and_save(me):
+        event = me.restore()
+        me.commit(2)
+        return event
+
+    after = ["b", "a", "b"]
+    events = Cluster(arena_dir, after, "copies:1").run(restore_and_save)
+    assert [event["step"] for event in events] == [1, 1, 1]
+    assert events[1]["bytes_received"] == 0
+    assert [event["step"] for event in restored(arena_dir, after, "copies:1")] == [2, 2, 2]
+
+
 class Stubborn:
     """A state object that, when broken, will not load what step 2 left."""
 
