@@ -11,15 +11,14 @@ together; nobody resumes alone. The vote and the "loaded" decision are one compa
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from recovery.actions import Await, CompareSet, Got, Publish, StoreLost
 from recovery.errors import RecoveryError
-from recovery.frozen import Frozen, decode_frozen, encode_frozen, freeze
+from recovery.frozen import Frozen, decode_frozen, encode_frozen
 from recovery.inventory import (
-    Holding,
     Inventory,
     Report,
     check_all_report,
@@ -27,10 +26,10 @@ from recovery.inventory import (
     encode_report,
     merge_report_lists,
     merge_reports,
-    without,
 )
 from recovery.manifest import Generation
-from recovery.plan import NONE, OWN, PEERS, Read, Rejected, RestorePlan, protection
+from recovery.plan import NONE, OWN, PEERS, Read, RestorePlan, protection
+from recovery.sources import Sources
 from recovery.topology import Topology
 from recovery.tree import (
     GatherFailed,
@@ -43,11 +42,9 @@ from recovery.tree import (
     silent_ranks,
     texts_from,
 )
-from recovery.vote import Named, Verdict, abort, count, encode_vote, merge_votes, read_verdict
+from recovery.vote import Verdict, abort, count, encode_vote, merge_votes, read_verdict
 
 ATTEMPTS_MAX = 64
-SILENCES_MAX = 2
-"""So often a generation is tried again whose bytes are there and only did not come."""
 
 
 @dataclass(frozen=True)
@@ -159,13 +156,14 @@ def restore_session(
 def _restore(context: RestoreContext, *, load_state: bool) -> Generator[Any, Any, RestoreOutcome]:
     prefix = f"restore/{context.number}"
     inventory, give_up = yield from _inventory(prefix, context)
-    rejected: dict[Generation, Rejected] = {}
-    silences = 0
+    sources = None
+    if inventory is not None:
+        sources = Sources(inventory, context.topology, {}, give_up=give_up)
     for attempt in range(ATTEMPTS_MAX):
         key = f"{prefix}/{attempt}"
-        if inventory is not None:
-            mine = freeze(inventory, context.topology, rejected)
-            value = abort(give_up) if give_up else encode_frozen(mine)
+        if sources is not None:
+            gone = sources.give_up
+            value = abort(gone) if gone else encode_frozen(sources.freeze())
             yield Publish(f"{key}/frozen", value)
         frozen, plan = _thaw(context, (yield from _read_frozen(context, prefix, attempt)))
         if plan is None or not load_state:
@@ -183,16 +181,8 @@ def _restore(context: RestoreContext, *, load_state: bool) -> Generator[Any, Any
         doubted = {(owner, part) for owner, part, source in verdict.bad if source == context.rank}
         if doubted:
             yield Doubt(plan.generation, tuple(sorted(doubted)))
-        if inventory is not None:
-            rejected[plan.generation] = frozen.rejected | verdict.wrong
-            try:
-                inventory, patient = _erase(inventory, context.topology, rejected, plan, verdict)
-            except RecoveryError as error:
-                # Only rank 0 knows; raised here alone, the others would wait for its next word.
-                give_up = str(error)
-                continue
-            silences += patient
-            give_up = _mute(plan, verdict) if silences > SILENCES_MAX else ""
+        if sources is not None:
+            sources = sources.after(plan, frozen.rejected, verdict)
     raise RestoreAborted(
         f"rank {context.rank}: {ATTEMPTS_MAX} attempts to restore each met new damage or silence; "
         "start the job again"
@@ -231,14 +221,6 @@ def _thaw(context: RestoreContext, raw: bytes) -> tuple[Frozen, RestorePlan | No
     except RecoveryError as error:
         # The same on every rank: all read the same bytes.
         raise RestoreAborted(f"rank 0's word of what to restore cannot be used: {error}") from error
-
-
-def _mute(plan: RestorePlan, verdict: Verdict) -> str:
-    sources = name_ranks(sorted({source for _, _, source in verdict.silent}))
-    return (
-        f"{plan.generation.describe()} is there, but its bytes did not come from {sources}; "
-        "to go back behind it would lose it, so start again"
-    )
 
 
 def _outcome(frozen: Frozen, plan: RestorePlan | None, context: RestoreContext) -> RestoreOutcome:
@@ -312,41 +294,6 @@ def _obey(raw: bytes) -> Verdict | None:
         return read_verdict(raw)
     except RecoveryError as error:
         raise RestoreAborted(str(error)) from error
-
-
-def _erase(
-    inventory: Inventory,
-    topology: Topology,
-    rejected: Mapping[Generation, Rejected],
-    plan: RestorePlan,
-    verdict: Verdict,
-) -> tuple[Inventory, bool]:
-    """What the next attempt starts from; whether it asks silent sources again.
-
-    It does when without them there is only an older generation: bytes that did not come are not
-    lost, and the older generation would be the new base (P18).
-    """
-    damaged = without(inventory, _named(inventory, plan, verdict.bad))
-    asked = without(damaged, _named(damaged, plan, verdict.silent))
-
-    def same(left: Inventory) -> bool:
-        return freeze(left, topology, rejected).choice.generation == plan.generation
-
-    if asked != damaged and same(damaged) and not same(asked):
-        return damaged, True
-    return asked, False
-
-
-def _named(inventory: Inventory, plan: RestorePlan, reads: Sequence[Named]) -> list[Holding]:
-    names = set(reads)
-    found = [
-        h
-        for h in inventory.holdings
-        if h.generation == plan.generation and (h.owner, h.fragment, h.rank) in names
-    ]
-    if len(found) < len(names):
-        raise RecoveryError(f"vote names {sorted(names)}, which the inventory does not hold")
-    return found
 
 
 def _load(

@@ -126,6 +126,7 @@ def _failed(config: Config, result: Result, options: argparse.Namespace) -> Fail
         *text.splitlines()[:6],
     )
     path = options.keep / f"found-{config.seed}.sim"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(write(Scenario(small, (), story)), encoding="utf-8")
     return Failed(config.seed, found.verdict, rule, text, str(path))
 

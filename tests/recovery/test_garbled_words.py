@@ -12,6 +12,7 @@ from recovery.errors import RecoveryError
 from recovery.manifest import WHOLE, Generation
 from recovery.session import RestoreAborted, RestoreHalfDone
 from recovery.tree import GatherSpoiled, dump, load, merge_texts
+from recovery.vote import merge_votes
 from tests.recovery.rigs import DAMAGED, RestoreRig, layout_of
 from tests.recovery.world import Raised, World
 
@@ -243,3 +244,15 @@ def test_waiting_is_what_the_others_would_do():
     world = World(0, {**rig.sessions(), 1: mute()})
     world.run()
     assert world._over
+
+
+@pytest.mark.parametrize("number", [-2, 1 << 20, True, 1.0, "1"])
+def test_a_vote_names_ranks_that_can_be(number):
+    """A source below -1, or as large as no job is, or no number: the vote is refused."""
+    row = [[0, 0, number]]
+    raw = dump({"plan": ["x"], "bad": row, "silent": [], "wrong": [], "errors": []})
+    with pytest.raises(RecoveryError):
+        merge_votes([raw])
+    row = [[0, -1, (1 << 20) - 1]]
+    raw = dump({"plan": ["x"], "bad": row, "silent": [], "wrong": [], "errors": []})
+    assert load(merge_votes([raw]), "votes")["bad"] == row

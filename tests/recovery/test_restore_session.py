@@ -438,3 +438,24 @@ def test_a_rank_that_names_itself_is_named_once():
     rig.misfits = {1: "rank 1: missing key model.w"}
     _, results = run(rig, 0)
     assert {str(result.error) for result in results.values()} == {"rank 1: missing key model.w"}
+
+
+def test_owners_that_are_lost_are_told_however_it_ends():
+    """Nothing left, another world size, or an older step: the outcome has the owners and why."""
+    rig = RestoreRig(layout_of("copies:1", 1, 1, 1), steps=(2,))
+    rig.lose("a", "b")
+    nothing = outcome(run(rig, 0)[1])
+    assert (nothing.generation, set(nothing.lost)) == (None, {0})
+    rig = RestoreRig(layout_of("copies:1", 1, 1, 1))
+    rig.mark(DAMAGED, 2, 1, WHOLE, 0)
+    older = outcome(run(rig, 0)[1])
+    assert (older.world_saved, set(older.lost)) == (3, {1})
+    rig = RestoreRig(
+        layout_of("stripe:2+1", 1, 1, 1, 1),
+        topology=topology_of(1, 1, 1),
+        home={0: 0, 1: 1, 2: 2, 3: 0},
+    )
+    for rank, slots in rig.slots.items():
+        rig.slots[rank] = [s for s in slots if (s.generation.step, s.owner) != (2, 1)]
+    other = outcome(run(rig, 0)[1])
+    assert (other.world_saved, set(other.lost)) == (4, {1})

@@ -8,7 +8,8 @@ import pytest
 
 from recovery.actions import Await, Publish
 from recovery.manifest import WHOLE
-from recovery.session import SILENCES_MAX, RestoreAborted
+from recovery.session import RestoreAborted
+from recovery.sources import SILENCES_MAX
 from tests.recovery.rigs import DAMAGED, UNHEARD, RestoreRig, layout_of
 from tests.recovery.world import Early, Raised, Silent, World
 
@@ -89,6 +90,30 @@ def test_a_source_that_comes_on_being_asked_again_is_taken():
     rig._state = comes_later
     world, results = restored(rig)
     assert attempts(world) == 2
+    for result in results.values():
+        assert result.value.generation == rig.generations[-1]
+
+
+def test_a_silent_source_is_asked_again_when_the_other_turns_out_to_be_damaged():
+    """Two copies of owner 1: one does not come at first, the other is damaged. It is asked again.
+
+    Counted as lost for good, it would have cost the newest step.
+    """
+    rig = RestoreRig(layout_of("copies:2", 1, 1, 1))
+    rig.lose("b")
+    rig.mark(UNHEARD, 2, 1, 0)
+    rig.mark(DAMAGED, 2, 1, 1)
+    state = rig._state
+
+    def comes_later(generation, read):
+        found = state(generation, read)
+        if found == UNHEARD:
+            rig.mark("good", 2, 1, 0)
+        return found
+
+    rig._state = comes_later
+    world, results = restored(rig)
+    assert attempts(world) == 3
     for result in results.values():
         assert result.value.generation == rig.generations[-1]
 

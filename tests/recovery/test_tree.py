@@ -136,3 +136,37 @@ def test_json_from_others_is_checked():
     for raw in (b"", b"{", b"\xff", b"[" * 100_000):
         with pytest.raises(RecoveryError, match="the vote is not JSON"):
             load(raw, "the vote")
+
+
+def looks_of(run):
+    """Return (words, keys) of every look that was taken."""
+    return [(a.what, a.keys) for _, a, _ in run.trace if isinstance(a, Await) and a.look]
+
+
+def test_a_look_asks_only_below_the_nodes_that_are_late():
+    """27 ranks in threes, rank 13 silent: its level-1 node's children are asked for, no others."""
+    run = World(0, gathers(27, 3), faults=[Silent(13, 0)])
+    results = run.run()
+    assert results[0].error.missing == (13,)
+    assert ("g of level 1", ("g/1/3", "g/1/4", "g/1/5")) in looks_of(run)
+    assert ("g of level 0", ("g/0/12", "g/0/13", "g/0/14")) in looks_of(run)
+    asked = {key for _, keys in looks_of(run) for key in keys}
+    assert asked == {*(f"g/1/{i}" for i in (3, 4, 5)), *(f"g/0/{i}" for i in (12, 13, 14))}
+
+
+def test_silent_workers_of_any_level_and_silent_ranks_are_named_together():
+    """Of 81 ranks in threes, a worker of level 3, one of level 1 and a rank: each by its number."""
+    spoken = {f"g/0/{rank}" for rank in range(81)} - {"g/0/5"}
+    spoken |= {f"g/1/{node}" for node in range(27)} - {"g/1/1", "g/1/3"}
+    spoken |= {f"g/2/{node}" for node in range(9)} - {"g/2/0", "g/2/1"}
+    # Node 1 of level 1 waits for rank 5; node 3 of it has all and has not spoken: rank 9 works it.
+    # Node 2 of level 3 has all below it and has not spoken: rank 54 works it.
+    store = dict.fromkeys(spoken | {"g/3/1"}, b"")
+    look = World(0, {7: silent_ranks("g", 81, 3)}, store=store)
+    assert look.run()[7].value == (5, 9, 54)
+
+
+def test_a_failed_gather_says_whom_it_waited_for():
+    """The words of the error, with ranks and without."""
+    assert str(GatherFailed((1, 2), None)) == "no word from ranks 1, 2"
+    assert str(GatherFailed((), b"x")) == "decided elsewhere"
