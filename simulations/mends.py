@@ -19,10 +19,12 @@ class Mends:
     def __init__(self, world: World) -> None:
         self._world = world
         self._began_s: dict[str, float] = {}
+        self._judged: set[str] = set()
 
     def began(self, name: str) -> None:
         """A rank takes part in a mend."""
-        self._began_s.setdefault(name, self._world.now_s)
+        if name not in self._judged:
+            self._began_s.setdefault(name, self._world.now_s)
 
     def ended(self, process: Process, base: Generation, outcome: MendOutcome) -> None:
         """Done means: all of it is in place, but for what faults took meanwhile (P10)."""
@@ -39,9 +41,12 @@ class Mends:
                 debt.adopt(truth)
             return
         # The end of a mend is one for all ranks: it is held against what is there once.
-        began_s = self._began_s.pop(f"{process.nonce}/{process.mend_name}", None)
+        name = f"{process.nonce}/{process.mend_name}"
+        began_s = self._began_s.pop(name, None)
         if began_s is None:
             return
+        # Who comes late reads that end when other things may be true.
+        self._judged.add(name)
         found = holdings(truth, self._world.everywhere())
         unseen = claims(truth, self._world.everywhere())
         for owner, items in found.items():
