@@ -30,6 +30,18 @@ TIMEOUT_S = 12.0
 SOON_S = TIMEOUT_S / 3
 
 
+OTHERS: set[threading.Thread] = set()
+"""Threads that earlier tests left waiting in a transport."""
+
+
+@pytest.fixture(autouse=True)
+def others():
+    """Know the threads that are not of this test."""
+    OTHERS.update(threading.enumerate())
+    yield
+    OTHERS.clear()
+
+
 class Interrupted(BaseException):
     """What the handler raises."""
 
@@ -73,7 +85,8 @@ def close_soon(me) -> None:
     me.ckpt.close()
     me.ckpt.close()
     assert time.monotonic() - started_s < SOON_S
-    ours = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
+    new = [thread for thread in threading.enumerate() if thread not in OTHERS]
+    ours = [thread for thread in new if thread.name.startswith(THREAD_PREFIX)]
     for thread in ours:
         thread.join(SOON_S)
     assert [thread.name for thread in ours if thread.is_alive()] == []
