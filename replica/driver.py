@@ -223,8 +223,9 @@ class Driver:
                     self._save(request)
                 else:
                     self._turn()
-            except Exception as error:
-                # A defect must neither leave a ticket unanswered nor let another save take a slot.
+            except BaseException as error:
+                # A listener that calls sys.exit(), or a defect of ours: no ticket stays unanswered,
+                # and no other save takes a slot.
                 log.exception("no further save in this process")
                 with self._changed:
                     self.broken = f"{type(error).__name__}: {error}"

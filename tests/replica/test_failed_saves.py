@@ -132,3 +132,21 @@ def test_it_is_said_again_whenever_the_number_has_doubled(caplog):
     assert [int(text.split()[0]) for text in loud(caplog)] == [5, 10, 20, 40, 80]
     assert "no step is safe yet" in loud(caplog)[0]
     assert (quiet.failed_in_a_row, quiet.aborted, quiet.last_error) == (100, 100, "why")
+
+
+def test_a_listener_that_exits_does_not_end_saving_in_silence(arena_dir):
+    """on_event calls sys.exit() in the background thread: the next save says what happened."""
+
+    def exits(event):
+        raise SystemExit(f"at {event['step']}")
+
+    me = Cluster(arena_dir, ["a"], "none", on_event=exits, timeout_s=5.0).member(0)
+    me.ckpt.save(1)
+    assert me.ckpt._driver._changed.acquire(timeout=5.0)
+    try:
+        assert me.ckpt._driver._changed.wait_for(lambda: me.ckpt._driver.broken, 5.0)
+    finally:
+        me.ckpt._driver._changed.release()
+    with pytest.raises(SaveFailed, match="no further save is possible in this process: SystemExit"):
+        me.ckpt.save(2)
+    me.ckpt.close()
