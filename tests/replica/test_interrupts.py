@@ -7,7 +7,6 @@ locked, and the next start must find the newest committed step.
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -163,7 +162,7 @@ def test_while_a_save_waits_for_the_one_before(arena_dir, strike, monkeypatch):
 
     def kill():
         entered.wait(COMMIT_S)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
     threading.Thread(target=kill, daemon=True).start()
     with pytest.raises(Interrupted):
