@@ -75,6 +75,7 @@ def say(text=""):
 def prepare():
     """Copy what has changed since the last run, and install mutmut."""
     TREE.mkdir(parents=True, exist_ok=True)
+    changed = False
     for name in COPIED:
         source, target = ROOT / name, TREE / name
         files = [p for p in source.rglob("*") if p.is_file()] if source.is_dir() else [source]
@@ -84,7 +85,10 @@ def prepare():
             for old in [p for p in target.rglob("*") if p.is_file() and p not in wanted]:
                 old.unlink()
         for path in files:
-            copy(path, target / path.relative_to(source) if source.is_dir() else target)
+            changed |= copy(path, target / path.relative_to(source) if source.is_dir() else target)
+    if changed:
+        # Which test reaches what: of old tests mutmut would not ask what they reach now.
+        (TREE / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
     shutil.copy2(HERE / "mutation_profile.py", TREE / "mutation_profile.py")
     tests = "\n".join(f"    {path}" for path in TESTS)
     (TREE / "setup.cfg").write_text(CONFIG.format(tests=tests), encoding="utf-8")
@@ -94,13 +98,18 @@ def prepare():
 
 
 def copy(source, target):
-    """Copy one file unless the copy is the same already; a source of ``recovery`` is opened up."""
+    """Copy one file unless the copy is the same already; say if it was not.
+
+    A source of ``recovery`` is opened up.
+    """
     data = source.read_bytes()
     if source.parent == ROOT / "recovery" and source.suffix == ".py":
         data = open_properties(data.decode()).encode()
-    if not target.is_file() or target.read_bytes() != data:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+    if target.is_file() and target.read_bytes() == data:
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(data)
+    return True
 
 
 def open_properties(text):

@@ -128,6 +128,9 @@ def test_decisions_read_back_and_others_are_refused():
     for raw in (b"", b"held", b"commit", b"\xff\xff"):
         with pytest.raises(RecoveryError, match="expected committed or aborted"):
             parse_decision(raw)
+    with pytest.raises(RecoveryError) as caught:
+        parse_decision(b"x" * 100)
+    assert str(caught.value) == f"decision is {b'x' * 64!r}, expected committed or aborted"
 
 
 @pytest.mark.parametrize("world", [1, 2, FANOUT, FANOUT + 1, FANOUT * FANOUT + 1])

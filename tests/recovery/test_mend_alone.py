@@ -244,6 +244,10 @@ def test_a_rank_whose_report_came_too_late_waits_for_the_others_as_long_as_they_
     play = Alone(layout, 0, {**late, what: lambda a: Missing(a.keys)})
     outcome = play.run()
     assert play.waits.count(what) == WAITS_OF_OTHERS
+    waits = [a for a in play.actions if isinstance(a, Await) and a.what == what]
+    assert {(a.keys, a.watch, a.moving_bytes, a.look) for a in waits} == {
+        ((RESULT,), None, 0, False)
+    }
     assert (outcome.state, outcome.protection) == (FAILED, -1)
     assert outcome.reason == ("rank 0: its report came too late, and no result of the others came")
     play = Alone(layout, 0, {**late, what: Got({RESULT: b"done:0:by others"})})
@@ -533,3 +537,12 @@ def test_a_repair_of_nobody_protects_nothing():
     assert made.moving_bytes_max() == 0
     assert made.protection(()) == -1
     assert replace(made, protections={}).protection(()) == 0
+
+
+def test_a_rank_that_has_no_repair_waits_for_other_groups_without_bytes_to_count():
+    """Its group failed before anything was planned: the plain deadline for the others."""
+    layout = layout_of("copies:1", 1, 1, 1, 1)
+    play = Alone(layout, 0, {"reports for mending": lambda a: Missing(a.keys[-1:])})
+    play.run()
+    (wait,) = [a for a in play.actions if isinstance(a, Await) and a.what.startswith("results")]
+    assert (wait.watch, wait.moving_bytes) == (OVER, 0)

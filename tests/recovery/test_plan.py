@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, islice
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recovery.errors import Unrecoverable
 from recovery.inventory import Inventory, choose
 from recovery.manifest import WHOLE
-from recovery.plan import OWN, PEERS, make_plan, protection, tolerated_losses
+from recovery.plan import OWN, PEERS, SUBSETS_MAX, make_plan, protection, tolerated_losses
 from recovery.topology import Topology
 from tests.recovery.rigs import RestoreRig, layout_of, topology_of
 from tests.recovery.test_inventory import MID, NEW, hold, kind_of
@@ -301,3 +301,14 @@ def test_when_nothing_at_all_is_there_the_plan_says_so():
     """No holding of any owner, so no k is known either: none of none."""
     with pytest.raises(Unrecoverable, match="owner 0: 0 of 0 distinct fragments"):
         make_plan(Inventory(()), NEW, topology_of(1))
+
+
+def test_no_more_than_so_many_sets_are_tried():
+    """8+8 has 12,870 sets; the first 4,096 decoded to a wrong shard: the owner counts as lost."""
+    kind = kind_of(8, 8)
+    inventory = Inventory(tuple(hold(NEW, 0, i, kind=kind) for i in range(16)))
+    sets = [(0, some) for some in islice(combinations(range(16), 8), SUBSETS_MAX)]
+    with pytest.raises(Unrecoverable, match="every set of 8 fragments"):
+        make_plan(inventory, NEW, topology_of(1), frozenset(sets))
+    (rebuild,) = make_plan(inventory, NEW, topology_of(1), frozenset(sets[:-1])).rebuilds
+    assert (0, rebuild.fragments) == sets[-1]

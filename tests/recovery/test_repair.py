@@ -346,3 +346,99 @@ def test_groups_are_mended_apart():
     assert first.moving_bytes() == 0
     assert {f.holder for s in second.stripes for f in s.sends} == {5}
     assert {stripe.owner for stripe in second.stripes} == set(layout.ranks_of_group(1))
+
+
+@given(stocks())
+def test_what_is_missing_goes_home_or_to_the_node_that_takes_the_fewest_bytes(drawn):
+    """Each send, replayed in the order of owners: home if that lives and is free, else the least.
+
+    Fragments whose home lives come first, so that none loses its home to one that has none.
+    """
+    layout, stock, alive = drawn
+    node_of, code = layout.topology.node_of_rank, layout.redundancy.code
+    load = Counter(dict.fromkeys(alive, 0))
+    for stripe in repair_of(layout, stock, alive).stripes:
+        used = {node_of[stripe.owner], *(node_of[f.holder] for f in stripe.kept)}
+        for fragment in stripe.kept:
+            load[fragment.holder] += code.length(fragment.index, SIZE)
+        home = {f.index: f.holder for f in layout.sent_by(stripe.owner)}
+        for fragment in sorted(stripe.sends, key=lambda f: (home[f.index] not in alive, f.index)):
+            free = [rank for rank in alive if node_of[rank] not in used]
+            least = min(free, key=lambda rank: (load[rank], rank))
+            at_home = home[fragment.index] in free
+            assert fragment.holder == (home[fragment.index] if at_home else least)
+            used.add(node_of[fragment.holder])
+            load[fragment.holder] += code.length(fragment.index, SIZE)
+
+
+def test_of_two_places_of_one_fragment_the_one_at_home_is_kept():
+    """Fragment 0 of owner 2 lies at home, on rank 3, and on rank 1: it is kept at home."""
+    layout = layout_of("stripe:1+1", 1, 1, 1, 1)
+    assert Fragment(2, 0, 3) in layout.sent_by(2)
+    stock = stock_of(layout)
+    stock[1].add((2, 0))
+    assert Fragment(2, 0, 3) in repair_of(layout, stock).stripes[2].kept
+
+
+def test_a_lost_home_takes_no_other_fragments_home():
+    """2+1 on five nodes, rank 1 lost: fragment 1 goes home to 2, and 0, which has none, to 4."""
+    layout = layout_of("stripe:2+1", 1, 1, 1, 1, 1)
+    stock = stock_of(layout)
+    stock[2].discard((0, 1))
+    (first, *_) = repair_of(layout, stock, (0, 2, 3, 4)).stripes
+    assert first.sends == (Fragment(0, 0, 4), Fragment(0, 1, 2))
+
+
+def test_a_home_that_lives_is_taken_whatever_it_holds():
+    """Rank 4 holds more than rank 2, which has nothing of owner 3: its fragment goes home."""
+    layout = layout_of("stripe:2+1", 1, 1, 1, 1, 1)
+    stock = stock_of(layout)
+    stock[4].discard((3, 0))
+    (*_, third, _) = repair_of(layout, stock).stripes
+    assert third.sends == (Fragment(3, 0, 4),)
+
+
+def test_other_generations_are_no_sources_of_a_repair():
+    """The ranks report an older generation too: the repair is the same as without it."""
+    layout = layout_of("stripe:1+1", 1, 1, 1)
+    stock = stock_of(layout)
+    stock[0].discard((0, WHOLE))
+    mine = inventory_of(layout, stock)
+    older = [
+        replace(h, generation=replace(GENERATION, step=GENERATION.step - 1, id="0" * 32))
+        for h in inventory_of(layout, stock_of(layout)).holdings
+    ]
+    both = Inventory(tuple(sorted([*older, *mine.holdings])))
+    alive = (0, 1, 2)
+    assert make_repair(both, GENERATION, layout, 0, alive) == repair_of(layout, stock)
+
+
+def test_what_is_left_of_an_owner_that_cannot_be_had_is_told():
+    """One of two fragments and no copy: so much of so many, and no word of anybody else."""
+    layout = layout_of("stripe:2+1", 1, 1, 1, 1)
+    stock = {rank: {p for p in places if p[0] != 0} for rank, places in stock_of(layout).items()}
+    stock[1].add((0, 0))
+    assert repair_of(layout, stock).lacking == (
+        "owner 0: 1 of 2 distinct fragments and no whole copy",
+    )
+
+
+def test_several_reads_are_printed_beside_each_other():
+    """An owner of 2+1 that lost its shard reads two fragments."""
+    layout = layout_of("stripe:2+1", 1, 1, 1, 1)
+    stock = stock_of(layout)
+    stock[0].discard((0, WHOLE))
+    assert repair_of(layout, stock).describe().endswith("\nowner 0: reads 0<-1, 1<-2")
+
+
+def test_what_was_sent_to_a_node_before_counts_with_what_it_holds():
+    """2+1 on six nodes, rank 5 lost: rank 3 holds two fragments and is sent a third.
+
+    So the fragment of owner 4 that has no home goes to rank 2, which then has three as well.
+    """
+    layout = layout_of("stripe:2+1", 1, 1, 1, 1, 1, 1)
+    stock = stock_of(layout)
+    stock[3].discard((2, 0))
+    sends = [stripe.sends for stripe in repair_of(layout, stock, range(5)).stripes]
+    assert Fragment(2, 0, 3) in sends[2]
+    assert sends[4] == (Fragment(4, 0, 2),)

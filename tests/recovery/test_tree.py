@@ -128,6 +128,8 @@ def test_ranks_in_words():
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([1, 3]) == "ranks 1, 3"
     assert name_ranks(range(20)).endswith("14, 15 and 4 more")
+    assert name_ranks(range(16)).endswith("14, 15")
+    assert name_ranks(range(17)).endswith("14, 15 and 1 more")
 
 
 def test_json_from_others_is_checked():
