@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from recovery.inventory import Holding, Inventory, ShardKind, explain, recoverable, shard_sets
 from recovery.layout import Fragment, Layout
-from recovery.manifest import WHOLE, Generation
+from recovery.manifest import WHOLE, Generation, SlotRecord
 from recovery.plan import Rebuild, RestorePlan, owner_protection, rebuild_owner, tolerated_losses
 
 
@@ -69,6 +69,23 @@ class Repair:
         }
         wholes = {(stripe.owner, WHOLE) for stripe in self.stripes if stripe.owner == rank}
         return frozenset(fragments | wholes)
+
+    def touched_by(self, rank: int) -> frozenset[tuple[int, int]]:
+        """(owner, fragment or WHOLE) that ``rank`` serves or encodes: to look at if it fails."""
+        moves = self.moves()
+        read = {(r.owner, r.fragment) for r in moves.reads_from(rank)} if moves else set()
+        return frozenset(read | ({(rank, WHOLE)} if self.sent_by(rank) else set()))
+
+    def strays(self, rank: int, records: Mapping[int, SlotRecord]) -> tuple[int, ...]:
+        """The slots of ``rank``, by number in ``records``, that protect nothing any more."""
+        needed, seen, found = self.needed_at(rank), set(), []
+        for number, record in sorted(records.items()):
+            place = (record.owner, record.fragment)
+            if record.generation == self.generation:
+                if place not in needed or place in seen:
+                    found.append(number)
+                seen.add(place)
+        return tuple(found)
 
     def moves(self) -> RestorePlan | None:
         """The reads of owners that lack their shard, as a plan by owner; None: there are none."""

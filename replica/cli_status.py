@@ -115,22 +115,33 @@ def _describe(view: ArenaView) -> dict[str, Any]:
 
 
 def _describe_slot(slot: SlotView) -> dict[str, Any]:
-    record = slot.record
     return {
         "slot": slot.number,
         "kind": slot.kind,
+        **record_facts(slot.record),
+        "bytes": slot.capacity,
+    }
+
+
+def record_facts(record: SlotRecord | None) -> dict[str, Any]:
+    """Say what a slot holds, None for each fact if it holds nothing."""
+    return {
         "owner": record.owner if record else None,
         "step": record.generation.step if record else None,
         "epoch": record.generation.epoch if record else None,
         "generation": record.generation.id if record else None,
         "fragment": record.fragment if record else None,
-        "bytes": slot.capacity,
     }
+
+
+def no_arenas(arena_dir: str, job: str | None) -> str:
+    """Say that nothing was found."""
+    return f"no arenas of {f'job {job!r} of ' if job else ''}this user in {arena_dir}"
 
 
 def _print_status(report: dict[str, Any], arena_dir: str, job: str | None) -> None:
     if not report["arenas"]:
-        print(f"no arenas of {f'job {job!r} of ' if job else ''}this user in {arena_dir}")
+        print(no_arenas(arena_dir, job))
         return
     for arena in report["arenas"]:
         state = f"pid {arena['pid']}" if arena["alive"] else "not running"

@@ -7,7 +7,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from replica.cli_status import arena_line, describe_generations, part_of, print_generations
+from replica.cli_status import (
+    arena_line,
+    describe_generations,
+    no_arenas,
+    part_of,
+    print_generations,
+    record_facts,
+)
 from replica.verify import BUSY, EMPTY, ArenaVerdict, SlotVerdict, verify_arenas
 
 CHUNKS_NAMED_MAX = 8
@@ -51,7 +58,6 @@ def _describe(one: ArenaVerdict) -> dict[str, Any]:
 
 
 def _describe_slot(slot: SlotVerdict) -> dict[str, Any]:
-    record = slot.record
     return {
         "slot": slot.number,
         "kind": slot.kind,
@@ -59,18 +65,14 @@ def _describe_slot(slot: SlotVerdict) -> dict[str, Any]:
         "reason": slot.reason,
         "chunks": slot.chunks,
         "bad_chunks": list(slot.bad_chunks),
-        "owner": record.owner if record else None,
-        "step": record.generation.step if record else None,
-        "epoch": record.generation.epoch if record else None,
-        "generation": record.generation.id if record else None,
-        "fragment": record.fragment if record else None,
+        **record_facts(slot.record),
         "bytes": slot.capacity,
     }
 
 
 def _print_report(report: dict[str, Any], arena_dir: str, job: str | None) -> None:
     if not report["arenas"]:
-        print(f"no arenas of {f'job {job!r} of ' if job else ''}this user in {arena_dir}")
+        print(no_arenas(arena_dir, job))
         return
     for arena in report["arenas"]:
         print(f"{arena_line(arena)}\n  {arena['path']}")

@@ -96,8 +96,8 @@ class Driver:
         """Wait until a step would be taken, or nothing is under way that could change that."""
 
         def over() -> bool:
-            ledger, mender = self.ledger, self._idle.mender
-            held_up = ledger.kept is not None and (ledger.mending or bool(mender.due))
+            ledger, due = self.ledger, self._idle.mender.agenda.due
+            held_up = ledger.kept is not None and (ledger.mending or bool(due))
             return bool(self.broken) or (ledger.decided and not held_up)
 
         self.job.clock.nudge()
@@ -138,7 +138,7 @@ class Driver:
         with self._changed:
             self.ledger = self.ledger.rebase(base, kept, outcome.kept_protection)
             self.protection = outcome.protection
-        mender.after("it was restored" if base else "", restores=restores)
+        mender.agenda.after("it was restored" if base else "", restores=restores)
 
     def _when_idle(self, why: str, timeout_s: float) -> bool:
         deadline_s, told = self.job.clock.now_s() + timeout_s, ""
@@ -372,7 +372,7 @@ class Driver:
             self.counts.note_committed()
             self.protection = self.job.layout.redundancy.survivable_nodes
             self._idle.mender.foreign = False
-            self._idle.mender.after("", sequence=request.sequence)
+            self._idle.mender.agenda.after("", sequence=request.sequence)
             drop_surplus(self.job, self.read())
             self._delete_keys(request.sequence)
             ticket.advance("committed")
@@ -381,7 +381,7 @@ class Driver:
             log.warning("step %d was not committed: %s", generation.step, outcome.reason)
             ticket.fail(outcome.reason)
             # A rank may be gone for good: the others see to what it held.
-            self._idle.mender.after("a save was aborted", sequence=request.sequence)
+            self._idle.mender.agenda.after("a save was aborted", sequence=request.sequence)
             self.look()
         event = {"event": "save", "step": generation.step, "outcome": outcome.state}
         event |= {"generation": generation.id, "bytes": request.shard_bytes}

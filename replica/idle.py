@@ -13,6 +13,7 @@ from replica.arena import Slot
 from replica.errors import StoreError
 from replica.job import Job
 from replica.mender import Mender
+from replica.request import Counts
 from replica.runner import Runner
 from replica.saver import Saver
 from replica.scrub import Scrubber
@@ -23,7 +24,7 @@ log = logging.getLogger("planaria")
 class Keeper(Protocol):
     """The driver, as seen from here: it keeps the ledger, and tells of what happened."""
 
-    counts: Any
+    counts: Counts
     protection: int
 
     @property
@@ -62,10 +63,10 @@ class Idle:
         """Mend the base, unless a save came in between."""
         mender, keeper, job = self.mender, self._keeper, self._job
         started_s = job.clock.now_s()
-        published = keeper.begin_mend(mender.name, mender.sequence)
+        published = keeper.begin_mend(mender.agenda.name, mender.agenda.sequence)
         if published is None:
             return
-        outcome, given_up = MendOutcome(FAILED, -1, "it raised"), None
+        outcome = MendOutcome(FAILED, -1, "it raised")
         try:
             outcome = mender.run(base, published)
         finally:
@@ -76,7 +77,7 @@ class Idle:
                 # Every rank holds it again under this epoch: as good as committed.
                 job.arena.update_head(committed=base)
             protection = outcome.protection if known else None
-            given_up = keeper.end_mend(protection, last=mender.is_last(outcome))
+            given_up = keeper.end_mend(protection, last=mender.agenda.is_last(outcome))
         keeper.counts.mended += outcome.state == DONE
         full = outcome.protection == job.layout.redundancy.survivable_nodes
         level = logging.INFO if full or not known else logging.WARNING
@@ -90,7 +91,7 @@ class Idle:
                 "saves go on now, and until one of them is committed the older step is not there "
                 "for losses that step %d does not survive: %s"
             )
-            tried = (given_up.step, mender.attempt, base.step, outcome.reason)
+            tried = (given_up.step, mender.agenda.attempt, base.step, outcome.reason)
             log.error(text, job.rank, base.describe(), *tried)
         keeper.emit(
             {
@@ -125,5 +126,5 @@ class Idle:
         log.error("rank %d: %s does not verify any more and is withdrawn", self._job.rank, what)
         event = {"event": "scrub", "step": record.generation.step, "owner": record.owner}
         keeper.emit(event | {"fragment": record.fragment, "generation": record.generation.id})
-        self.mender.call("a slot was damaged")
+        self.mender.agenda.call("a slot was damaged")
         keeper.look()

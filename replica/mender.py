@@ -8,29 +8,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recovery.actions import StoreLost
+from recovery.agenda import MendAgenda
 from recovery.commit import Connect, Exchange, ExchangeResult, Settle
 from recovery.errors import RecoveryError
 from recovery.inventory import Report, report_of
 from recovery.ledger import Ledger
-from recovery.manifest import WHOLE, Generation, SlotRecord
+from recovery.manifest import Generation, SlotRecord
 from recovery.mend import (
     CALL_KEY,
     DONE,
     FAILED,
-    GIVEN_UP,
-    PART,
     MendContext,
     MendOutcome,
     Regrow,
     decided_keys,
     give_way,
-    mend_name,
     mend_session,
     over_key,
-    parse_name,
     result_key,
 )
 from recovery.plan import Rebuild, RestorePlan
+from recovery.repair import Repair
 from recovery.session import MoveResult
 from replica.arena import Slot
 from replica.errors import ArenaError, StoreError
@@ -40,22 +38,16 @@ from replica.job import Job
 from replica.regrown import Regrown, own_copy, take_own_slot
 from replica.runner import Runner
 from replica.saver import Saver, SaveWork
-from replica.scrub import verifies
+from replica.scrub import damaged_slots
 from replica.store import Store
 
 log = logging.getLogger("planaria")
 
-FAILURES_MAX = 8
-"""So often in a row mending is tried before the next save; each time after a longer pause."""
-KEPT_ATTEMPTS = 3
-"""So many mends may end short before an older generation that was kept meanwhile is given up."""
-
 
 @dataclass
 class Mender:
-    """Knows whether and why the base has to be mended, and carries one mend out.
+    """Carries out what the agenda has, one mend at a time.
 
-    ``due``: why this rank calls for a mend, or "".
     ``withdraw``: counts and tells a damaged slot, which is an erasure from then on.
     ``regrown``: what a restore got from elsewhere and is not in the arena yet.
     ``foreign``: the base was saved with another redundancy; parts by this one beside it would be a
@@ -67,22 +59,11 @@ class Mender:
     runner: Runner
     read: Callable[[], Ledger]
     withdraw: Callable[[Slot, SlotRecord], None]
-    due: str = ""
+    agenda: MendAgenda = field(default_factory=MendAgenda)
     regrown: Regrown | None = None
     foreign: bool = False
-    restores: int = 0
-    sequence: int = 0
-    attempt: int = 0
-    failures: int = 0
     sent_bytes: int = 0
     regrown_bytes: int = 0
-    _not_before_s: float = 0.0
-    _keys: set[str] = field(default_factory=set)
-
-    @property
-    def name(self) -> str:
-        """Name of the next mend: the same on all ranks."""
-        return mend_name(self.restores, self.sequence, self.attempt)
 
     def take_over(self, plan: RestorePlan | None, regrown: Regrown | None) -> None:
         """What was restored, by ``plan``, is the base now."""
@@ -92,29 +73,15 @@ class Mender:
             text = "%s was saved with another redundancy and stays as it is until the next commit"
             log.warning(text, plan.generation.describe() if plan else "")
 
-    def after(self, why: str, *, restores: int | None = None, sequence: int | None = None) -> None:
-        """A restore or a save has ended: names count from there, ``why`` says whether to mend."""
-        self.restores = self.restores if restores is None else restores
-        self.sequence = max(self.sequence, sequence or 0)
-        self.due, self.attempt, self.failures, self._not_before_s = why, 0, 0, 0.0
-
-    def call(self, why: str) -> None:
-        """This rank wants the base mended."""
-        self.due = self.due or why
-
     def wanted(self) -> str:
         """Why a mend is to begin now, here or elsewhere; "" if not. Raises StoreError."""
         if self.foreign:
             return ""
         called = self._called(self.job.store)
-        if called is not None:
-            # A rank that missed a save counts from below.
-            _, self.sequence, self.attempt = called
+        if called:
+            self.agenda.join(called)
             return "another rank called for it"
-        # While an older generation is kept no save comes that could make mending needless.
-        if self.due and (self.failures < FAILURES_MAX or self.read().kept is not None):
-            return self.due if self.job.clock.now_s() >= self._not_before_s else ""
-        return ""
+        return self.agenda.wants(self.job.clock.now_s(), kept=self.read().kept is not None)
 
     def give_way(self, store: Store, why: str, name: str = "") -> None:
         """End the mend ``name``, or the one that others are in, because this rank ``why``.
@@ -123,37 +90,33 @@ class Mender:
         """
         job, group = self.job, self.job.layout.group_of(self.job.rank)
         try:
-            called = None if name else self._called(store)
-            name = mend_name(*called) if called is not None else name
+            name = name or self._called(store)
             if name:
                 session = give_way(name, group, f"rank {job.rank} {why}")
                 Runner(store, job.clock).run(session, {}, timeout_s=job.config.options.timeout_s)
         except (StoreError, StoreLost) as error:
             log.warning("rank %d: a mend was not told that this rank %s: %s", job.rank, why, error)
 
-    def _called(self, store: Store) -> tuple[int, int, int] | None:
-        """The parts of its name, when a mend is under way that this rank has not been in."""
+    def _called(self, store: Store) -> str:
+        """The name of a mend that is under way and that this rank has not been in, or ""."""
         if not self.job.layout.redundancy.n or not store.check([CALL_KEY]):
-            return None
-        raw = store.get([CALL_KEY])[0]
+            return ""
         try:
-            called = parse_name(raw)
+            called = self.agenda.missed(store.get([CALL_KEY])[0])
         except RecoveryError as error:
             log.warning("rank %d: nobody can be in this mend: %s", self.job.rank, error)
-            return None
-        if called[0] != self.restores or called < (self.restores, self.sequence, self.attempt):
-            return None
-        return None if store.check([over_key(mend_name(*called))]) else called
+            return ""
+        return "" if not called or store.check([over_key(called)]) else called
 
     def run(self, generation: Generation, published: set[str]) -> MendOutcome:
         """Mend ``generation``, the base, once."""
-        job, name = self.job, self.name
+        job, name = self.job, self.agenda.name
         self.sent_bytes = self.regrown_bytes = 0
         self._place_regrown()
         reach("mend.report")
         try:
             # A name that is over calls nobody, and must not stand in the way of a newer one.
-            if self.due and not job.store.check([over_key(name)]):
+            if self.agenda.due and not job.store.check([over_key(name)]):
                 job.store.set(CALL_KEY, name.encode())
             published.update(decided_keys(name, job.layout, job.rank))
             job.links.tell_all_broken()
@@ -182,39 +145,17 @@ class Mender:
 
     def ended(self, outcome: MendOutcome) -> None:
         """Remember how it ended: the next attempt comes after a pause, or not at all."""
-        self.attempt += 1
-        if outcome.state == DONE:
-            self.due, self.failures = "", 0
-            self._free_strays(outcome)
-        elif outcome.state != GIVEN_UP:
-            self.failures += 1
-            pause_s = self.job.config.options.timeout_s * min(self.failures, FAILURES_MAX)
-            self._not_before_s = self.job.clock.now_s() + pause_s
-
-    def is_last(self, outcome: MendOutcome) -> bool:
-        """Whether mending has ended short so often that saves must not wait for it any longer.
-
-        The same on all ranks: the count is in the name, the end is one for all. A save that misses
-        a rank cannot be committed, so while one is lost nothing is given up for it.
-        """
-        short = outcome.agreed and outcome.state in (PART, FAILED)
-        return short and self.attempt >= KEPT_ATTEMPTS
+        self.agenda.ended(outcome, self.job.clock.now_s(), self.job.config.options.timeout_s)
+        if outcome.state == DONE and outcome.repair is not None:
+            self._free_strays(outcome.repair)
 
     def _doubt(self, outcome: MendOutcome) -> None:
         """What this rank read or sent may be why it failed: look, and withdraw what is damaged."""
-        repair, rank = outcome.repair, self.job.rank
-        if repair is None:
-            return
-        moves = repair.moves()
-        places = {(r.owner, r.fragment) for r in moves.reads_from(rank)} if moves else set()
-        if repair.sent_by(rank):
-            places.add((rank, WHOLE))
-        for slot in self.job.arena.slots.values():
-            record = slot.record
-            if record is None or record.generation != repair.generation:
-                continue
-            if (record.owner, record.fragment) in places and not verifies(slot):
-                self.withdraw(slot, record)
+        repair = outcome.repair
+        if repair is not None:
+            places = repair.touched_by(self.job.rank)
+            for found in damaged_slots(self.job.arena, repair.generation, places):
+                self.withdraw(*found)
 
     def _place_regrown(self) -> None:
         if self.regrown is None:
@@ -239,7 +180,7 @@ class Mender:
         group = job.layout.group_of(job.rank)
         works: list[SaveWork] = []
 
-        def work_of(expected: int) -> SaveWork:
+        def new_work() -> SaveWork:
             own = own_copy(job, generation)
             shard_bytes = own.record.shard_bytes if own is not None and own.record else 0
             moving_s = job.moving_timeout_s(job.layout.redundancy.n * shard_bytes)
@@ -249,7 +190,7 @@ class Mender:
                 shard_bytes=shard_bytes,
                 ledger=self.read,
                 ended_key=result_key(name, group),
-                expected=max(expected, len(job.layout.held_by(job.rank))),
+                expected=len(job.layout.held_by(job.rank)),
                 deadline_s=job.clock.now_s() + moving_s,
                 mends=True,
             )
@@ -257,7 +198,7 @@ class Mender:
         def handle(action: Connect | Settle | Exchange) -> Any:
             # One work for all three: it begins with the first, Connect.
             if isinstance(action, Connect):
-                works.append(work_of(0))
+                works.append(new_work())
             work = works[-1]
             if isinstance(action, Settle):
                 work.expected = max(work.expected, len(action.offers))
@@ -308,16 +249,9 @@ class Mender:
             self.regrown_bytes += shard.size
         return ""
 
-    def _free_strays(self, outcome: MendOutcome) -> None:
+    def _free_strays(self, repair: Repair) -> None:
         """What of the base no longer protects anything makes room for the next generation."""
-        if outcome.repair is None:
-            return
-        needed, seen = outcome.repair.needed_at(self.job.rank), set()
-        for _, slot in sorted(self.job.arena.slots.items()):
-            record = slot.record
-            if record is None or record.generation != outcome.repair.generation or slot.busy:
-                continue
-            place = (record.owner, record.fragment)
-            if place not in needed or place in seen:
-                slot.invalidate()
-            seen.add(place)
+        slots = self.job.arena.slots
+        records = {n: s.record for n, s in slots.items() if s.record is not None and not s.busy}
+        for number in repair.strays(self.job.rank, records):
+            slots[number].invalidate()

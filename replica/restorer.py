@@ -17,7 +17,7 @@ from replica.fetch import Fetcher
 from replica.job import Job
 from replica.regrown import Regrown, own_copy, target_slot
 from replica.runner import Handlers
-from replica.scrub import verifies
+from replica.scrub import damaged_slots
 from replica.snapshot import LoadPlan, Snapshot
 from replica.transport import Bytes
 
@@ -99,13 +99,9 @@ class Restorer:
         return result
 
     def _doubt(self, action: Doubt) -> None:
-        for number, slot in sorted(self._job.arena.slots.items()):
-            record = slot.record
-            if record is None or record.generation != action.generation:
-                continue
-            if (record.owner, record.fragment) in action.places and not verifies(slot):
-                log.error("rank %d: slot %d is damaged and withdrawn", self._job.rank, number)
-                slot.invalidate()
+        for slot, _ in damaged_slots(self._job.arena, action.generation, action.places):
+            log.error("rank %d: slot %d is damaged and withdrawn", self._job.rank, slot.number)
+            slot.invalidate()
 
     def _failed(self, error: Exception) -> MoveResult:
         self.load_error = error

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from erasure.digest import CHUNK_BYTES, DIGEST_BYTES, digest
-from recovery.manifest import WHOLE, Generation, SlotRecord
+from erasure.digest import CHUNK_BYTES, digest
+from recovery.manifest import Generation, SlotRecord
 from replica.arena import Arena, Slot
+from replica.chunks import damaged_chunks, digested_chunks
 
 TURN_BYTES_MAX = 16 * CHUNK_BYTES
 """Most bytes of one turn, so that a save that comes never waits long for it."""
@@ -52,7 +53,7 @@ class Scrubber:
             if slot is None or record is None:
                 return None
             number, chunk = self._place
-            for index, (start, stop, expected) in enumerate(chunks_of(record)):
+            for index, (start, stop, expected) in enumerate(digested_chunks(record)):
                 if index < chunk:
                     continue
                 if self._left <= 0:
@@ -83,27 +84,13 @@ class Scrubber:
         return slots[0]
 
 
-def verifies(slot: Slot) -> bool:
-    """Whether every byte that the slot's record vouches for is as its owner digested it."""
-    if slot.record is None:
-        return False
-    return all(
-        digest(slot.data[start:stop]) == expected
-        for start, stop, expected in chunks_of(slot.record)
-    )
-
-
-def chunks_of(record: SlotRecord) -> Iterator[tuple[int, int, bytes]]:
-    """(start, stop, digest) of every chunk of a slot's payload, in the order of its digests.
-
-    A whole shard has the chunks of its data fragments, one fragment after another.
-    """
-    spans = [(0, record.length)]
-    if record.fragment == WHOLE:
-        spans = [record.code.span(index, record.shard_bytes) for index in range(record.k)]
-    place = 0
-    for begin, end in spans:
-        for start in range(begin, end, record.chunk_bytes):
-            expected = record.chunk_digests[place : place + DIGEST_BYTES]
-            yield start, min(start + record.chunk_bytes, end), expected
-            place += DIGEST_BYTES
+def damaged_slots(
+    arena: Arena, generation: Generation, places: Collection[tuple[int, int]]
+) -> Iterator[tuple[Slot, SlotRecord]]:
+    """The slots of (owner, fragment or WHOLE) ``places`` that do not verify, with their records."""
+    for _, slot in sorted(arena.slots.items()):
+        record = slot.record
+        if record is None or record.generation != generation:
+            continue
+        if (record.owner, record.fragment) in places and damaged_chunks(record, slot.data):
+            yield slot, record

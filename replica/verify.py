@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from erasure.digest import DIGEST_BYTES, bad_chunks
+from erasure.digest import DIGEST_BYTES
 from recovery.manifest import WHOLE, ArenaHead, SlotRecord
 from replica.arena import OWN
 from replica.arena_views import arena_folders
+from replica.chunks import damaged_chunks
 from replica.claim import read_head
 from replica.errors import ArenaError
 from replica.folder import Folder, folder_name
@@ -94,26 +95,6 @@ def verify_arenas(arena_dir: str | Path, job: str | None = None) -> list[ArenaVe
         if job is None or verdict.head is None or verdict.head.job == job:
             found.append(verdict)
     return found
-
-
-def damaged_chunks(record: SlotRecord, data: npt.NDArray[np.uint8]) -> tuple[int, ...]:
-    """Return the numbers of the record's chunks that differ in ``data``, uint8[capacity].
-
-    They are numbered as their digests stand in the record. When none differs the shard digest, or
-    the fragment's part in it, holds too: a record whose own digests disagree is not readable.
-    """
-    spans = [(0, record.length)]
-    if record.fragment == WHOLE:
-        spans = [record.code.span(index, record.shard_bytes) for index in range(record.k)]
-    damaged: list[int] = []
-    first = 0
-    for start, stop in spans:
-        count = -(-(stop - start) // record.chunk_bytes)
-        digests = record.chunk_digests[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
-        found = bad_chunks(data[start:stop], digests, record.chunk_bytes)
-        damaged += [first + index for index in found]
-        first += count
-    return tuple(damaged)
 
 
 def _verify_arena(folder: Folder) -> ArenaVerdict:

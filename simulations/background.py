@@ -189,11 +189,11 @@ class Background:
             yield Sleep(0.0)
         process.change(process.ledger.apply(outcome.state))
         if outcome.state != COMMITTED:
-            self.mender.after("a save was aborted", sequence=request.sequence)
+            self.mender.agenda.after("a save was aborted", sequence=request.sequence)
             self.look()
             return
         self.protection = process.layout.redundancy.survivable_nodes
-        self.mender.after("", sequence=request.sequence)
+        self.mender.agenda.after("", sequence=request.sequence)
         expected = len(process.layout.held_by(process.rank))
         for number in surplus_slots(process.arena.facts(), process.ledger, expected):
             process.arena.drop(process, process.arena.slots[number])
@@ -222,11 +222,11 @@ class Background:
 
     def _mend(self, base: Generation) -> Steps:
         process, mender = self.process, self.mender
-        published = process.keys.open(mender.sequence)
+        published = process.keys.open(mender.agenda.sequence)
         self.task.phase = "mend"
         process.change(process.ledger.mend())
-        self.mending = process.mend_name = mender.name
-        process.world.checker.mends.began(f"{process.nonce}/{mender.name}")
+        self.mending = process.mend_name = mender.agenda.name
+        process.world.checker.mends.began(f"{process.nonce}/{mender.agenda.name}")
         process.notify()
         began_s, began_down = process.world.now_s, process.world.store.failed_requests
         outcome: MendOutcome = yield from mender.run(base, published, self._withdraw)
@@ -243,7 +243,7 @@ class Background:
         self.protection = protection if known else self.protection
         self.mending = ""
         ledger = process.ledger.mended(protection)
-        if mender.is_last(outcome) and ledger.kept is not None:
+        if mender.agenda.is_last(outcome) and ledger.kept is not None:
             process.world.checker.mends.gave_up(process, ledger.kept)
             ledger = ledger.give_up_kept()
         process.change(ledger)
@@ -272,5 +272,5 @@ class Background:
         process.arena.invalidate(process, slot)
         process.world.checker.mends.scrubbed(process)
         self.protection = max(-1, self.protection - 1)
-        self.mender.call("a slot was damaged")
+        self.mender.agenda.call("a slot was damaged")
         self.look()

@@ -7,26 +7,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from recovery.actions import Await, Got, Publish, StoreLost
+from recovery.agenda import MendAgenda
 from recovery.commit import Connect, Exchange, ExchangeResult, Settle
 from recovery.inventory import report_of
-from recovery.manifest import WHOLE, Generation
+from recovery.manifest import Generation
 from recovery.mend import (
     CALL_KEY,
     DONE,
     FAILED,
-    GIVEN_UP,
-    PART,
     MendContext,
     MendOutcome,
     Regrow,
     decided_keys,
     give_way,
-    mend_name,
     mend_session,
     over_key,
-    parse_name,
     result_key,
 )
+from recovery.repair import Repair
 from recovery.session import MoveResult
 from simulations.fetcher import Fetched, Fetcher, Regrown, own_copy, take_own_slot
 from simulations.memory import JOB, ArenaFull, Slot
@@ -37,79 +35,50 @@ from simulations.tasks import PeerLost, Present, Steps, StoreDown, WaitKeys
 if TYPE_CHECKING:
     from simulations.process import Process
 
-FAILURES_MAX = 8
-KEPT_ATTEMPTS = 3
-
 
 @dataclass
 class Mender:
-    """Knows whether and why the base has to be mended."""
+    """Carries out what the agenda has, one mend at a time."""
 
     process: Process
-    due: str = ""
+    agenda: MendAgenda = field(default_factory=MendAgenda)
     regrown: Regrown | None = None
-    restores: int = 0
-    sequence: int = 0
-    attempt: int = 0
-    failures: int = 0
-    not_before_s: float = 0.0
     works: list[Exchanging] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """Name of the next mend: the same on all ranks."""
-        return mend_name(self.restores, self.sequence, self.attempt)
-
-    def after(self, why: str, *, restores: int | None = None, sequence: int | None = None) -> None:
-        """A restore or a save has ended: names count from there."""
-        self.restores = self.restores if restores is None else restores
-        self.sequence = max(self.sequence, sequence or 0)
-        self.due, self.attempt, self.failures, self.not_before_s = why, 0, 0, 0.0
-
-    def call(self, why: str) -> None:
-        """This rank wants the base mended."""
-        self.due = self.due or why
 
     def wanted(self) -> Steps:
         """Why a mend is to begin now, here or elsewhere; "" if not."""
         called = yield from self._called()
-        if called is not None:
-            # A rank that missed a save counts from below.
-            _, self.sequence, self.attempt = called
+        if called:
+            self.agenda.join(called)
             return "another rank called for it"
-        if self.due and self.failures < FAILURES_MAX:
-            return self.due if self.process.clock_s() >= self.not_before_s else ""
-        return ""
+        kept = self.process.ledger.kept is not None
+        return self.agenda.wants(self.process.clock_s(), kept=kept)
 
     def give_way(self, why: str) -> Steps:
         """Whoever waits in a mend for this rank need not wait any longer."""
         process = self.process
         try:
             called = yield from self._called()
-            if called is not None:
+            if called:
                 group = process.layout.group_of(process.rank)
-                session = give_way(mend_name(*called), group, f"rank {process.rank} {why}")
+                session = give_way(called, group, f"rank {process.rank} {why}")
                 timeout_s = process.world.config.timeout_s
                 yield from run_session(process, session, {}, timeout_s=timeout_s)
         except (StoreDown, StoreLost):
             return
 
     def _called(self) -> Steps:
-        """The parts of its name, when a mend is under way that this rank has not been in."""
+        """The name of a mend that is under way and that this rank has not been in, or ""."""
         answer = yield WaitKeys(Await((CALL_KEY,), "a call", look=True), 0.0)
-        if not isinstance(answer, Got):
-            return None
-        called = parse_name(answer.values[CALL_KEY])
-        if called[0] != self.restores or called < (self.restores, self.sequence, self.attempt):
-            return None
-        over = yield Present((over_key(mend_name(*called)),))
-        return None if over else called
+        called = self.agenda.missed(answer.values[CALL_KEY]) if isinstance(answer, Got) else ""
+        over = called and (yield Present((over_key(called),)))
+        return "" if over else called
 
     def run(
         self, generation: Generation, published: set[str], withdraw: Callable[[Slot], None]
     ) -> Steps:
         """Mend ``generation``, the base, once."""
-        process, name = self.process, self.name
+        process, name = self.process, self.agenda.name
         self.works = []
         if self.regrown is not None:
             try:
@@ -119,7 +88,7 @@ class Mender:
                 pass
         try:
             # A name that is over calls nobody, and must not stand in the way of a newer one.
-            if self.due and not (yield Present((over_key(name),))):
+            if self.agenda.due and not (yield Present((over_key(name),))):
                 yield Publish(CALL_KEY, name.encode())
             published.update(decided_keys(name, process.layout, process.rank))
             yield from process.links.tell_all_broken()
@@ -159,29 +128,17 @@ class Mender:
 
     def ended(self, outcome: MendOutcome) -> None:
         """Remember how it ended: the next attempt comes after a pause, or not at all."""
-        self.attempt += 1
-        if outcome.state == DONE:
-            self.due, self.failures = "", 0
-            self._free_strays(outcome)
-        elif outcome.state != GIVEN_UP:
-            self.failures += 1
-            pause_s = self.process.world.config.timeout_s * self.failures
-            self.not_before_s = self.process.clock_s() + pause_s
-
-    def is_last(self, outcome: MendOutcome) -> bool:
-        """Whether saves must not wait any longer for mending, which has ended short so often."""
-        short = outcome.agreed and outcome.state in (PART, FAILED)
-        return short and self.attempt >= KEPT_ATTEMPTS
+        process = self.process
+        self.agenda.ended(outcome, process.clock_s(), process.world.config.timeout_s)
+        if outcome.state == DONE and outcome.repair is not None:
+            self._free_strays(outcome.repair)
 
     def _doubt(self, outcome: MendOutcome, withdraw: Callable[[Slot], None]) -> None:
         """What this rank read or sent may be why it failed: withdraw what is damaged."""
-        repair, rank = outcome.repair, self.process.rank
+        repair = outcome.repair
         if repair is None:
             return
-        moves = repair.moves()
-        places = {(r.owner, r.fragment) for r in moves.reads_from(rank)} if moves else set()
-        if repair.sent_by(rank):
-            places.add((rank, WHOLE))
+        places = repair.touched_by(self.process.rank)
         for slot in self.process.arena.slots.values():
             sealed = slot.record
             if sealed is None or sealed.generation != repair.generation:
@@ -246,17 +203,10 @@ class Mender:
             regrown.keep_in(process, slot)
         return ""
 
-    def _free_strays(self, outcome: MendOutcome) -> None:
+    def _free_strays(self, repair: Repair) -> None:
         """What of the base no longer protects anything makes room for the next generation."""
-        if outcome.repair is None:
-            return
         arena = self.process.arena
-        needed, seen = outcome.repair.needed_at(self.process.rank), set()
-        for _, slot in sorted(arena.slots.items()):
-            sealed = slot.record
-            if sealed is None or sealed.generation != outcome.repair.generation or slot.holds:
-                continue
-            place = (sealed.owner, sealed.fragment)
-            if place not in needed or place in seen:
-                arena.invalidate(self.process, slot)
-            seen.add(place)
+        slots = arena.slots
+        records = {n: s.record for n, s in slots.items() if s.record is not None and not s.holds}
+        for number in repair.strays(self.process.rank, records):
+            arena.invalidate(self.process, slots[number])

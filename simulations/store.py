@@ -125,11 +125,8 @@ class Store:
         return box
 
     def _arrive(self, request: tuple[Task, int, Any]) -> None:
-        task, token, action = request
-        if task.over or task.token != token:
-            return
-        if self.reachable(task.process):
-            task.answer((token, self._do(task.process, action)))
+        task, _, action = request
+        if self._settled(request):
             return
         host = task.process.group.store_host
         alive = not self.down and (host is None or host.alive)
@@ -141,12 +138,19 @@ class Store:
             self._do(task.process, action)
         self._world.schedule(PATIENCE_S, task.process, self._give_up, request)
 
-    def _give_up(self, request: tuple[Task, int, Any]) -> None:
+    def _settled(self, request: tuple[Task, int, Any]) -> bool:
+        """Whether nobody waits for it any more, or it can be answered and is."""
         task, token, action = request
         if task.over or task.token != token:
-            return
-        if self.reachable(task.process):
-            task.answer((token, self._do(task.process, action)))
+            return True
+        if not self.reachable(task.process):
+            return False
+        task.answer((token, self._do(task.process, action)))
+        return True
+
+    def _give_up(self, request: tuple[Task, int, Any]) -> None:
+        task, token, action = request
+        if self._settled(request):
             return
         self.failed_requests += 1
         self._world.faults.effect("store", task.process.node.name)

@@ -139,7 +139,8 @@ class Trainer:
         ledger = process.ledger.rebase(generation, outcome.kept, outcome.kept_protection)
         background.protection = outcome.protection
         background.mender.regrown = self._regrown
-        background.mender.after("it was restored" if generation else "", restores=self._restores)
+        why = "it was restored" if generation else ""
+        background.mender.agenda.after(why, restores=self._restores)
         process.change(ledger)
         self._newest_step = -1
         process.world.checker.restored(process, outcome)

@@ -9,8 +9,8 @@ from typing import Any
 
 import replica
 from recovery.manifest import WHOLE
+from replica.chunks import damaged_chunks
 from replica.frames import FrameFile
-from replica.scrub import verifies
 from replica.verify import BAD, UNREADABLE, verify_arenas
 from tests.replica.damage import SlotFiles, slots
 from tests.replica.inprocess import JOB, Cluster, Member
@@ -51,6 +51,11 @@ class MendCluster(Cluster):
         options = {"node_id": self.nodes[rank], "on_event": me.events.append} | self.options
         me.ckpt = replica.Checkpointer(me.state, group=self.groups[rank], **options)
         return me
+
+
+def verifies(slot) -> bool:
+    """Whether every byte that the slot's record vouches for is as its owner digested it."""
+    return slot.record is not None and damaged_chunks(slot.record, slot.data) == ()
 
 
 def protected(me: Member) -> bool:

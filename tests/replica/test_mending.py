@@ -8,9 +8,9 @@ from itertools import combinations
 
 import pytest
 
+import recovery.agenda
 import replica.driver
 import replica.idle
-import replica.mender
 from recovery.layout import parse_redundancy
 from recovery.manifest import WHOLE
 from replica.errors import ArenaFull, StoreError
@@ -222,7 +222,7 @@ def test_a_rank_that_is_not_in_the_mend_ends_it_for_its_save(arena_dir):
         blocked.set()
         together.wait()
         if me.rank == 0:
-            me.ckpt._driver._idle.mender.call("the test wants one")
+            me.ckpt._driver._idle.mender.agenda.call("the test wants one")
             me.ckpt._driver.look()
         if me.rank != 3:
             wait_mending(me)
@@ -315,7 +315,7 @@ def test_a_mend_that_cannot_be_done_is_told_and_does_not_stop_saves_for_ever(
 ):
     """Rank 1 has no room: after some attempts the older step is given up for saves, as an ERROR."""
     degraded_over_older(arena_dir)
-    monkeypatch.setattr(replica.mender, "KEPT_ATTEMPTS", 2)
+    monkeypatch.setattr(recovery.agenda, "KEPT_ATTEMPTS", 2)
     inner = Saver._slot_for
 
     def no_room(self, work, offer, taken):
@@ -495,7 +495,7 @@ def test_another_redundancy_makes_no_second_kind_of_the_old_step(arena_dir):
         # Three fragments and three whole copies: one loss more is survived, as copies:1 would.
         assert (me.ckpt.status()["protected"], me.ckpt.status()["protection"]) == ("full", 1)
         mender = me.ckpt._driver._idle.mender
-        assert (mender.due, mender.wanted()) == ("it was restored", "")
+        assert (mender.agenda.due, mender.wanted()) == ("it was restored", "")
         kinds = {s.record.k for s in me.job.arena.slots.values() if s.record is not None}
         assert kinds <= {2}
         me.commit(2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from erasure.code import Code
 from erasure.digest import CHUNK_BYTES, chunk_digests, root_digest
 from recovery.manifest import WHOLE, Generation, SlotRecord, payload_bytes
-from replica.scrub import TURN_BYTES_MAX, Scrubber, verifies
+from replica.scrub import TURN_BYTES_MAX, Scrubber
 from tests.recovery.rigs import generation_of
 from tests.replica.damage import own_slot, slots
 from tests.replica.inprocess import COMMIT_S, Cluster, Member
@@ -25,6 +25,7 @@ from tests.replica.mend_tools import (
     places,
     protected,
     rot,
+    verifies,
     wanted,
     withdraw,
 )
@@ -234,7 +235,7 @@ def test_damage_beyond_mending_is_told_and_does_not_stop_saves(arena_dir):
 def lose_live(me, owner, fragment, step):
     """Withdraw a live slot, as if it had never been there, and call for a mend."""
     live_slot(me, owner, fragment, step).invalidate()
-    me.ckpt._driver._idle.mender.call("the test took a slot away")
+    me.ckpt._driver._idle.mender.agenda.call("the test took a slot away")
     me.ckpt._driver.look()
 
 
