@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,23 +20,11 @@ import torch.distributed as dist
 import replica
 from replica.encode import EncodePass
 from replica.transports.gloo import GlooChannel
+from tests.replica.joining import join
 from tests.replica.tether import die_with_parent
 
 ASKED = json.loads(sys.argv[1])
 GO = threading.Event()
-
-
-def join() -> None:
-    """Make the default group."""
-    client = dist.TCPStore(
-        "127.0.0.1",
-        ASKED["port"],
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-    )
-    store = dist.PrefixStore(ASKED["prefix"], client)
-    dist.init_process_group("gloo", store=store, rank=ASKED["rank"], world_size=ASKED["world"])
 
 
 def hold_saves() -> None:
@@ -69,7 +56,7 @@ def freeze_in_a_send() -> None:
 def run() -> None:
     """Commit a step, begin the next, and end with it in flight."""
     if ASKED["world"] > 1:
-        join()
+        join(ASKED)
     state = {"weights": torch.zeros(2_000_000)}
     checkpointer = replica.Checkpointer(
         state,

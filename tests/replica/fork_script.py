@@ -11,15 +11,14 @@ import json
 import os
 import sys
 import threading
-from datetime import timedelta
 from multiprocessing import get_context
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import replica
 from replica.encode import EncodePass
+from tests.replica.joining import join
 from tests.replica.tether import die_with_parent
 
 
@@ -88,15 +87,7 @@ def end_of(body: object, checkpointer: replica.Checkpointer) -> int:
 def main(asked: dict) -> None:
     """Commit steps, each with children that come and go while its save is in flight."""
     die_with_parent(asked["parent"])
-    client = dist.TCPStore(
-        "127.0.0.1",
-        asked["port"],
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-    )
-    store = dist.PrefixStore(asked["prefix"], client)
-    dist.init_process_group("gloo", store=store, rank=asked["rank"], world_size=asked["world"])
+    join(asked)
     state = {"weights": torch.zeros(2_000_000)}
     checkpointer = replica.Checkpointer(
         state,

@@ -13,7 +13,6 @@ import json
 import signal
 import sys
 import threading
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ import replica
 from erasure.errors import PlanariaError
 from replica.fetch import Fetcher
 from replica.transports.gloo import GlooChannel
+from tests.replica.joining import join
 from tests.replica.tether import die_with_parent
 
 ASKED = json.loads(sys.argv[1])
@@ -33,19 +33,6 @@ def say(**facts: object) -> None:
     """Tell the test."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
-
-
-def join() -> None:
-    """Make the default group."""
-    client = dist.TCPStore(
-        "127.0.0.1",
-        ASKED["port"],
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-    )
-    store = dist.PrefixStore(ASKED["prefix"], client)
-    dist.init_process_group("gloo", store=store, rank=ASKED["rank"], world_size=ASKED["world"])
 
 
 def install_handler() -> None:
@@ -104,7 +91,7 @@ def come_to_the_moment(checkpointer: replica.Checkpointer, state: dict[str, torc
 def run() -> None:
     """Commit some steps, come to the moment, and report how it ended."""
     if ASKED["world"] > 1:
-        join()
+        join(ASKED)
     state, checkpointer = make()
     for step in range(1, ASKED["steps"] + 1):
         state["weights"].fill_(step)
