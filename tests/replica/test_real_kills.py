@@ -1,4 +1,4 @@
-"""Processes killed amid a save: survivors name the dead, and nothing committed is lost."""
+"""Killed with the store, beside a store of its own, amid a restore; else see ``tests/kills``."""
 
 from __future__ import annotations
 
@@ -10,37 +10,6 @@ from tests.replica.worlds import UNSAVED_STEP, names
 pytestmark = pytest.mark.real
 
 DEADLINE_S = 4.0
-
-
-@pytest.mark.parametrize(
-    ("victim", "point", "loses_node"),
-    [(1, "key offer/", True), (2, "send", False), (1, "key ack/", True), (0, "key held/", False)],
-)
-def test_a_worker_is_killed_in_a_save(real, victim, point, loses_node):
-    """One of 3 dies at a point of the save of step 2: the others name it, then all restore."""
-    world = real.open("abc", timeout_s=DEADLINE_S)
-    assert world.each("commit", step=1) == ["committed"] * 3
-    world[victim].call("at", point=point, action="kill")
-    world.begin("save", step=2)
-    world[victim].died()
-    others = [rank for rank in range(3) if rank != victim]
-    for rank in others:
-        assert world[rank].result()["skipped"] is False
-        assert names(world[rank].call("settle"), victim)
-    world.each("give_up", ranks=others)
-    place = world.nodes[victim]
-    if loses_node:
-        real.lose(place)
-        place = "d"
-    fresh = real.pool.replace(world[victim])
-    again = real.open(
-        [world.nodes[others[1]], place, world.nodes[others[0]]],
-        [world[others[1]], fresh, world[others[0]]],
-    )
-    (step,) = set(again.each("restore"))
-    assert step in (1, 2)
-    assert all(again.each("state_is", step=step))
-    assert again.each("commit", step=3) == ["committed"] * 3
 
 
 def test_rank_0_dies_with_the_store(real):
