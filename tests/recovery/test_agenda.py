@@ -55,6 +55,18 @@ def test_pauses_grow_to_a_limit_and_trying_ends_unless_something_is_kept():
             assert agenda.wants(not_before_s, kept=kept) == ("it was restored" if goes_on else "")
 
 
+def test_what_ends_begins_the_count_anew():
+    """After a restore or a save no pause is kept, and all failures are allowed again."""
+    agenda = MendAgenda(due="damage")
+    for _ in range(FAILURES_MAX):
+        agenda.ended(ended(FAILED), 100.0, 10.0)
+    agenda.after("a save was aborted", sequence=1)
+    assert agenda == MendAgenda(due="a save was aborted", sequence=1)
+    for _ in range(FAILURES_MAX - 1):
+        agenda.ended(ended(FAILED), 0.0, 10.0)
+    assert agenda.wants(1e9, kept=False) == "a save was aborted"
+
+
 def test_done_ends_it_and_giving_way_is_no_failure():
     """A mend that gave way is tried again at once; one that is done is not."""
     agenda = MendAgenda(due="damage")

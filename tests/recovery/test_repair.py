@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, combinations, product
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ from tests.recovery.mending import (
     stock_of,
     true_protection,
 )
-from tests.recovery.rigs import digest_of, layout_of
+from tests.recovery.rigs import digest_of, generation_of, layout_of
 
 LAYOUTS = [
     ("copies:1", (1, 1)),
@@ -442,3 +443,42 @@ def test_what_was_sent_to_a_node_before_counts_with_what_it_holds():
     sends = [stripe.sends for stripe in repair_of(layout, stock, range(5)).stripes]
     assert Fragment(2, 0, 3) in sends[2]
     assert sends[4] == (Fragment(4, 0, 2),)
+
+
+@given(stocks())
+def test_what_a_failure_may_have_come_from_is_what_is_read_or_encoded(drawn):
+    """Of each rank: the places that others read there, and its own shard if it sends of it."""
+    layout, stock, alive = drawn
+    repair = repair_of(layout, stock, alive)
+    for rank in alive:
+        places = {
+            (read.owner, read.fragment)
+            for stripe in repair.stripes
+            for read in stripe.rebuild.reads
+            if read.source == rank
+        }
+        if any(stripe.owner == rank and stripe.sends for stripe in repair.stripes):
+            places.add((rank, WHOLE))
+        assert repair.touched_by(rank) == places
+
+
+def record_of(owner, fragment, generation=GENERATION):
+    """Return what a record says of the place that its slot fills."""
+    return SimpleNamespace(owner=owner, fragment=fragment, generation=generation)
+
+
+def test_slots_that_protect_nothing_any_more():
+    """Of this generation: what is not needed here, and the second of two alike. Nothing else."""
+    layout = layout_of("stripe:2+1", 1, 1, 1, 1)
+    repair = repair_of(layout, stock_of(layout))
+    whole, *held = sorted(repair.needed_at(0))
+    elsewhere = min(repair.needed_at(1) - repair.needed_at(0))
+    records = {
+        1: record_of(*elsewhere),
+        5: record_of(*held[0]),
+        2: record_of(*held[0]),
+        3: record_of(*elsewhere, generation=generation_of(2)),
+        4: record_of(*whole),
+        6: record_of(*elsewhere),
+    }
+    assert repair.strays(0, records) == (1, 5, 6)
