@@ -8,9 +8,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks import stall
+from benchmarks import cuda_stall, overlap, slowdown, stall
 
-BENCHMARKS: Mapping[str, Callable[[], dict[str, Any]]] = {"stall": stall.run}
+BENCHMARKS: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "cuda_stall": cuda_stall.run,
+    "overlap": overlap.run,
+    "slowdown": slowdown.run,
+    "stall": lambda: overlap.run() | stall.run(),
+}
 
 
 def main() -> int:
@@ -27,7 +32,7 @@ def main() -> int:
     else:
         for name, value in figures.items():
             print(f"{name:32} {value:.4g}" if isinstance(value, float) else f"{name:32} {value}")
-    return 0
+    return 1 if figures.get("wrong") else 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ committed bytes are compared with what was saved.
 A second series has the background work running: right after ``save`` returns the plain copy is
 timed beside it, and ``save`` is called again (``when_busy="wait"``), so that it also blocks for the
 rest of the save before: the price of saving faster than the background work allows.
+
+``series`` has the same for states of many tensors: see ``stall_series.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 from safetensors import safe_open
 
 import replica
+from benchmarks import stall_series
 from replica.arena import read_arenas
 
 TENSORS = 64
@@ -63,6 +66,7 @@ def _measure(home: Path) -> dict[str, Any]:
     shutil.rmtree(home / f"planaria-{os.getuid()}")
     busy_s, beside_s = _back_to_back(tensors, home, lambda: target.copy_(source))
     medians = {name: statistics.median(values) for name, values in times.items()}
+    room = torch.from_numpy(_warm_tmpfs(home, stall_series.ROOM_BYTES))
     return {
         "benchmark": "stall",
         "stall_over_memcpy": medians["save"] / medians["copy"],
@@ -78,6 +82,7 @@ def _measure(home: Path) -> dict[str, Any]:
         "rounds": ROUNDS,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "series": stall_series.run(home, room),
     }
 
 

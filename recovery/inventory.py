@@ -21,6 +21,8 @@ from recovery.tree import dump, load, name_ranks
 
 IDENTICAL_FAILURES_MAX = 2
 """After this many identical failures to load a generation, restore steps back one (P19)."""
+FAILURES_MAX = 4
+"""After so many of any kind too: an error may say something else each time."""
 
 
 @dataclass(frozen=True, order=True)
@@ -108,8 +110,12 @@ def report_of(rank: int, job: str, records: Iterable[SlotRecord], **facts: Any) 
 
 
 def failures_of(attempts: Sequence[tuple[str, str, int]]) -> tuple[str, ...]:
-    """Generation ids whose load failed identically ``IDENTICAL_FAILURES_MAX`` times."""
-    return tuple(sorted({gen for gen, _, count in attempts if count >= IDENTICAL_FAILURES_MAX}))
+    """Generation ids whose load failed too often: in the same way, or in all."""
+    found = {gen for gen, _, count in attempts if count >= IDENTICAL_FAILURES_MAX}
+    for gen in {gen for gen, _, _ in attempts}:
+        if sum(count for one, _, count in attempts if one == gen) >= FAILURES_MAX:
+            found.add(gen)
+    return tuple(sorted(found))
 
 
 def merge_reports(reports: Iterable[Report]) -> Inventory:
@@ -162,9 +168,8 @@ def choose(inventory: Inventory) -> Choice:
         holdings = by_generation[generation]
         lost = _lost_owners(holdings)
         if generation.id in inventory.failures:
-            passed.append(
-                f"{generation.describe()} failed to load identically {IDENTICAL_FAILURES_MAX} times"
-            )
+            often = f"identically {IDENTICAL_FAILURES_MAX} times, or {FAILURES_MAX} times in all"
+            passed.append(f"{generation.describe()} failed to load {often}")
         elif lost:
             passed.append(f"{generation.describe()}: {describe_lost(lost)}")
             newest_lost = newest_lost or lost

@@ -1,10 +1,11 @@
 """Planaria's front door: ``Checkpointer`` and what it raises.
 
 The command ``planaria`` imports this package too, and must not wait seconds for torch to look at
-some files: there ``Checkpointer`` is imported when it is first asked for. Everywhere else that
-happens at once. (Late, after ``init_process_group``, would not do: with ``DTensor`` come functions
-of torch's whose defaults then hold the default process group until the interpreter's end, where its
-destruction ends a forked child by a segmentation fault. Seen.)
+some files; a background process never needs the face. There ``Checkpointer`` is imported when it is
+first asked for. Everywhere else that happens at once. (Late, after ``init_process_group``, would
+not do: with ``DTensor`` come functions of torch's whose defaults then hold the default process
+group until the interpreter's end, where its destruction ends a forked child by a segmentation
+fault. Seen.)
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ __all__ = [
     "Ticket",
 ]
 
+_WITHOUT_FACE = {"planaria", "planaria-background"}
+
 # Hidden from type checkers, for whom it would make every misspelt name of this package right.
 if not TYPE_CHECKING:
 
@@ -66,5 +69,5 @@ if not TYPE_CHECKING:
         """Name what can be asked for, imported or not."""
         return sorted({*globals(), *__all__})
 
-    if PurePath(sys.argv[0] if sys.argv else "").name != "planaria":
+    if PurePath(sys.argv[0] if sys.argv else "").name not in _WITHOUT_FACE:
         __getattr__("Checkpointer")

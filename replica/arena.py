@@ -41,7 +41,7 @@ from replica.arena_views import (
     remove_arena,
     remove_claimed,
 )
-from replica.claim import HEAD, Claim, claim, sibling_name, sibling_numbers
+from replica.claim import HEAD, LOCK, Claim, claim, sibling_name, sibling_numbers
 from replica.errors import ArenaError
 from replica.folder import Folder, folder_name, open_arena_dir, user_folder
 from replica.frames import FrameFile
@@ -94,6 +94,8 @@ class Arena:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._closed = False
+        self.lost = ""
+        """Why nobody will find this arena again, and no slot is made; empty while all is well."""
 
     @classmethod
     def open(
@@ -199,6 +201,8 @@ class Arena:
             )
         with self._lock:
             self._check_open()
+            if self.lost:
+                raise ArenaError(self.lost)
             number = next(n for n in count() if n not in self._slots and n not in self._being_made)
             self._being_made.add(number)
         # Not under the lock: the touch of a large slot takes seconds, and the head must stay
@@ -222,6 +226,29 @@ class Arena:
             del self._slots[slot.number]
             slot.release()
             remove_slot_files(self._claim.folder, slot.number, slot.kind)
+
+    def removed(self) -> list[Slot]:
+        """Look whether somebody removed files that are in use here; the slots that lost theirs.
+
+        Their memory is still there and nobody will adopt it. All of them are lost, and ``lost``
+        says so, when the directory, the head or the lock is gone: so costs a look a few calls of
+        ``stat``, and nothing is read.
+        """
+        with self._lock:
+            if self._closed:
+                return []
+            folder, files = self._claim.folder, ((LOCK, self._claim), (HEAD, self._frames))
+            gone = [name for name, file in files if not folder.leads_to(name, file.descriptor)]
+            if not folder.in_place():
+                gone = [""]
+            if gone and not self.lost:
+                self.lost = (
+                    f"{self.path}{gone[0] and '/'}{gone[0]} was removed or replaced while this "
+                    "process used it, so that nobody will find what is kept there: no further save "
+                    "is possible. Restart the job, which makes it anew, and keep it from being "
+                    "removed: `planaria clean` spares what is in use"
+                )
+            return [s for s in self._slots.values() if self.lost or not s.in_place(folder)]
 
     def close(self) -> None:
         """Release the lock and keep the files. A second call does nothing.

@@ -13,6 +13,9 @@ A trainer that lost its launcher's agent goes on running and writing: an orphan.
     its agent is gone                              end: nobody manages it any more
     its head is not written yet, or is not its own wait: look again until the deadline
 
+A trainer with a background process has the lock by that one, which ends with it; the head names
+the trainer.
+
 One that cannot be ended keeps its directory, which counts as lost: the next sibling is used,
 ``<position>.1``, ``<position>.2`` and so on, always the newest that there is.
 """
@@ -33,7 +36,7 @@ from recovery.manifest import ArenaHead, decode_head
 from replica.errors import ArenaBusy
 from replica.folder import Folder
 from replica.frames import FrameFile
-from replica.procs import Process, end, identify, my_parent, myself
+from replica.procs import Process, end, identify, my_parent, myself, whom_it_works_for
 
 log = logging.getLogger("planaria")
 
@@ -187,9 +190,7 @@ def _claim_folder(folder: Folder, job: str, deadline: float) -> Claim | None:
     """Claim one directory, taking the folder over; None if an orphan has it and cannot be ended."""
     if not _remember(folder):
         folder.close()
-        raise ArenaBusy(
-            f"{folder.path} is open in this process, pid {os.getpid()}: close it there first"
-        )
+        raise _open_here(folder)
     descriptor = -1
     try:
         descriptor = folder.file(LOCK, create=True)
@@ -206,6 +207,12 @@ def _claim_folder(folder: Folder, job: str, deadline: float) -> Claim | None:
     return None
 
 
+def _open_here(folder: Folder) -> ArenaBusy:
+    return ArenaBusy(
+        f"{folder.path} is open in this process, pid {myself().pid}: close it there first"
+    )
+
+
 def _await_lock(folder: Folder, descriptor: int, job: str, deadline: float) -> bool:
     """Get the lock, ending an orphan that has it; False if that fails before the deadline."""
     parent = my_parent()
@@ -213,9 +220,11 @@ def _await_lock(folder: Folder, descriptor: int, job: str, deadline: float) -> b
         locked = _lock(descriptor)
         head = read_head(folder)[0]
         pid = 0 if locked else _holder_pid(descriptor)
-        holder = _last_owner(head) if locked else identify(pid)
+        holder = _last_owner(head) if locked else _owner(identify(pid), head)
         if locked and holder is None:
             return True
+        if holder is not None and holder == myself():
+            raise _open_here(folder)
         verdict = _unseen(pid) if holder is None else judge(head, job, holder, parent)
         if verdict.action == BUSY:
             raise ArenaBusy(f"{folder.path}: {verdict.reason}")
@@ -238,6 +247,13 @@ def _last_owner(head: ArenaHead | None) -> Process | None:
         return None
     owner = Process(head.pid, head.pid_start)
     return owner if owner.alive and owner != myself() else None
+
+
+def _owner(holder: Process | None, head: ArenaHead | None) -> Process | None:
+    """Return the trainer that the head names when the lock is with its background process."""
+    if holder is None or head is None:
+        return holder
+    return whom_it_works_for(holder, Process(head.pid, head.pid_start))
 
 
 def _unseen(pid: int) -> Verdict:

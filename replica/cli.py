@@ -9,6 +9,7 @@ that takes the rest of the command line and returns the exit code.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import select
 import sys
@@ -126,21 +127,27 @@ def _report_parser(name: str) -> argparse.ArgumentParser:
 
 
 def _clean(argv: Sequence[str]) -> int:
-    parser = _arena_parser("clean")
+    parser = _report_parser("clean")
     parser.add_argument("--all", action="store_true", help="remove arenas of every job, not of one")
     parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
     options = parser.parse_args(argv)
     asked = options.all or options.job is not None
-    paths = clean(options.arena_dir, options.job, dry_run=options.dry_run or not asked)
-    for path in paths:
-        print(path)
+    only_listed = options.dry_run or not asked
+    paths = clean(options.arena_dir, options.job, dry_run=only_listed)
+    looked = read_arenas(options.arena_dir, options.job) if asked or options.json else []
+    in_use = [view.path for view in looked if view.path not in paths]
+    if options.json:
+        removed, removable = ([], paths) if only_listed else (paths, [])
+        print(json.dumps({"removed": removed, "removable": removable, "in_use": in_use}))
+    else:
+        for path in paths:
+            print(path)
     if not asked and paths and not options.dry_run:
         print("nothing was removed: name the job (--job), or say --all", file=sys.stderr)
         return 1
-    if asked:
-        for view in read_arenas(options.arena_dir, options.job):
-            if view.path not in paths:
-                print(f"in use, not removed: {view.path}", file=sys.stderr)
+    if not options.json:
+        for path in in_use:
+            print(f"in use, not removed: {path}", file=sys.stderr)
     return 0
 
 

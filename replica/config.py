@@ -20,6 +20,7 @@ Event = Mapping[str, Any]
 DEFAULT_ARENA_DIR = "/dev/shm"
 NAME_CHARS_MAX = 256
 WHEN_BUSY = ("skip", "wait")
+BACKGROUND = ("thread", "process")
 _REDUNDANCY = re.compile(r"auto|none|copies:\d{1,3}|stripe:\d{1,3}\+\d{1,3}")
 
 
@@ -49,6 +50,14 @@ class Options:
     """Keep the random states of torch (CPU, CUDA), numpy and Python."""
     scrub_bytes_per_s: float = 64e6
     """Rate at which idle memory is verified again between two saves; 0: never."""
+    overlap: bool = False
+    """Copy parameters and optimizer state behind forward and backward, before the next step."""
+    overlap_check: bool = False
+    """With overlap: fail a save whose late bytes were changed before they were copied."""
+    background: str = "thread"
+    """Where the work behind ``save`` runs: on a "thread", or in a "process" of its own."""
+    self_check: bool = True
+    """Before the first save of a process, read back what it captured; a difference is an error."""
     network_interface: str | None = None
     """Network interface for bulk bytes; None: GLOO_SOCKET_IFNAME, else torch's choice."""
 
@@ -60,6 +69,9 @@ class Options:
             _check_name(name, getattr(self, name))
         check_choice("on_error", self.on_error, ("warn", "raise"))
         check_choice("when_busy", self.when_busy, WHEN_BUSY)
+        if self.overlap_check and not self.overlap:
+            raise ConfigError("overlap_check=True checks late copies: it needs overlap=True")
+        check_choice("background", self.background, BACKGROUND)
         if not _is_int(self.interval_steps) or self.interval_steps < 1:
             raise ConfigError(f"interval_steps is {self.interval_steps!r}, expected 1 or more")
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < 1e6:
@@ -135,6 +147,11 @@ def _node_id(env: Mapping[str, str]) -> str:
         return env["PLANARIA_NODE_ID"]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{socket.gethostname()}"
+
+
+def agent_serves_store(env: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent serves the store of the default group, and not rank 0's process."""
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _check_name(what: str, value: str | None) -> str | None:

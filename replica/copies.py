@@ -6,16 +6,20 @@ compares, copies tensor bytes into views that were made before, and writes the f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 
 from erasure.digest import digest
-from replica.dtypes import carrier, code_of, dtype_name
+from replica.device_copy import DeviceCopies
+from replica.device_pieces import device_copy, on_host
+from replica.dtypes import carrier, code_of
+from replica.facts import Facts, pointers_of
+from replica.gather import SMALL_BYTES, Gathers, Small
 from replica.image import (
     METADATA_KEY,
     PAD_NAME,
@@ -27,7 +31,6 @@ from replica.image import (
 )
 from replica.leaves import (
     Block,
-    Home,
     Leaf,
     LeafList,
     find_homes,
@@ -35,13 +38,9 @@ from replica.leaves import (
     memory_of,
     unexpanded,
 )
-from replica.memcopy import PIECE_BYTES, copy_pieces
-from replica.torch_private import DTensor
-from replica.tree import Node, dtype_node
-
-TABLE_FORMAT = 1
-CONJ, NEG = 1, 2
-"""Flags of a tensor in a shared stretch of memory, whose bytes are kept as they lie."""
+from replica.memcopy import PIECE_BYTES, Piece, copy_pieces
+from replica.spread import Spread
+from replica.tables import tables_text
 
 _NAME_CHARS = 200
 _MAX_BOUND = 4
@@ -49,6 +48,8 @@ _TREE_SLACK_BYTES = 1 << 12
 _PAGE_BYTES = 4096
 
 View = Callable[[torch.Tensor], torch.Tensor]
+_Run = tuple[int, int, int, int]
+"""Offset in the buffer, position among the tensors, byte of the tensor, bytes."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class _Copy:
     view: View | None
     direct: bool
     """The bytes lie in this machine's memory as they go into the entry."""
+    small: bool = False
+    """Direct, and gathered with its neighbours."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,30 @@ class _Item:
     align_bytes: int
     copies: tuple[_Copy, ...]
     leaf: int
+    device: str = ""
+    """Where its bytes lie, "" for host memory."""
+
+    @property
+    def order(self) -> tuple[int, str, bool]:
+        """Place in the image, but for the order of the walk."""
+        return -self.align_bytes, self.device, self.entry.nbytes < SMALL_BYTES
+
+
+@dataclass(frozen=True)
+class LateCopies:
+    """Copies that `CopyPlan.copy` left to its caller, as `memcopy.copy_pieces` takes them."""
+
+    pieces: list[Piece]
+    """(address to, address from, bytes), at most `PIECE_BYTES` each."""
+    leaves: list[int]
+    """The leaf that each piece belongs to."""
+    keep: object
+    """Holds both memories: as long as this lives, the addresses are valid."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes still to be copied."""
+        return sum(nbytes for _, _, nbytes in self.pieces)
 
 
 class CopyPlan:
@@ -84,67 +111,122 @@ class CopyPlan:
 
     def __init__(self, leaves: LeafList, names: Iterable[tuple[int, str]]) -> None:
         tensors = leaves.tensor_values()
-        self._keys = leaves.keys
-        self._pointers = [value.data_ptr() for value in tensors]
+        self._names = list(names)
+        self._facts = Facts(leaves)
+        self._pointers = pointers_of(tensors)
         self._homes = find_homes(tensors)
-        items = list(_items(leaves, self._homes.blocks, _unique(names, len(leaves.values))))
+        self._spread = Spread(tensors, self._homes)
+        items = list(_items(leaves, self._homes.blocks, _unique(self._names, len(leaves.values))))
         # Sizes are multiples of their alignment, so falling alignment keeps every entry aligned.
-        order = sorted(range(len(items)), key=lambda index: -items[index].align_bytes)
+        # Neighbours on one device are fetched together, small ones gathered.
+        order = sorted(range(len(items)), key=lambda at: items[at].order)
         self.layout = Layout([items[index].entry for index in order])
         place = {item: number for number, item in enumerate(order)}
         copies = [(place[index], copy) for index, item in enumerate(items) for copy in item.copies]
-        self._views = [(entry, copy) for entry, copy in copies if not copy.direct]
+        ours = [(entry, copy) for entry, copy in copies if on_host(_tensor(leaves, copy.leaf))]
+        self._views = [(entry, copy) for entry, copy in ours if not copy.direct]
+        self._device = DeviceCopies(
+            [
+                device_copy(source, self.layout.starts[entry] + copy.begin, copy)
+                for entry, copy in copies
+                if not on_host(source := _tensor(leaves, copy.leaf))
+            ]
+        )
+        position = {leaf: number for number, leaf in enumerate(leaves.tensors)}
+        self._gathers = Gathers(
+            [
+                Small(self.layout.starts[entry] + copy.begin, copy.nbytes, position[copy.leaf])
+                for entry, copy in sorted(copies, key=itemgetter(0))
+                if copy.small
+            ]
+        )
         self._pieces = list(_pieces(self.layout, leaves, copies))
         self._plain = [
             (place[index], item.leaf) for index, item in enumerate(items) if not item.copies
         ]
         blocks = [place[index] for index in range(len(self._homes.blocks))]
-        self.tables = _tables(leaves, self._homes.homes, blocks, dict(_swap(self._plain)))
+        self.tables = tables_text(leaves, self._homes.homes, blocks, dict(_swap(self._plain)))
         self.fingerprint = digest(self.tables.encode()).hex()
-        self._cuda = {value.device for value in tensors if value.is_cuda}
         self._bound: dict[tuple[int, int], list[tuple[torch.Tensor, int, View | None]]] = {}
 
+    @property
+    def plain(self) -> list[tuple[int, int]]:
+        """(entry, leaf) of every leaf that is no tensor."""
+        return self._plain
+
+    def has_names(self, names: Iterable[tuple[int, str]]) -> bool:
+        """Whether these are the names that it was made with: plain readers go by them."""
+        return list(names) == self._names
+
     def matches(self, leaves: LeafList) -> bool:
-        """Whether this plan still describes the state whose leaves these are."""
-        if leaves.keys != self._keys:
+        """Whether this plan still describes the state whose leaves these are, but for names."""
+        pointers = self._facts.hold(leaves)
+        if pointers is None:
             return False
-        tensors = leaves.tensor_values()
-        pointers = [value.data_ptr() for value in tensors]
         if pointers == self._pointers:
             return True
-        if find_homes(tensors) != self._homes:
-            return False
-        self._pointers = pointers
-        return True
+        holds = self._spread.holds(self._pointers, pointers)
+        if holds is None:
+            holds = find_homes(leaves.tensor_values()) == self._homes
+        if holds:
+            self._pointers = pointers
+        return holds
 
     def capacity_bytes(self, tree: bytes) -> int:
         """Bytes of a buffer that leaves room for the Python values to grow."""
         needed = self.layout.tree_start + len(tree) + len(tree) // 8 + _TREE_SLACK_BYTES
         return -(-needed // _PAGE_BYTES) * _PAGE_BYTES
 
-    def copy(self, leaves: LeafList, buffer: Bytes) -> None:
-        """Copy every leaf into its entry of `buffer`; when it returns, all bytes are there.
+    def copy(
+        self, leaves: LeafList, buffer: Bytes, *, late: frozenset[int] = frozenset()
+    ) -> LateCopies:
+        """Copy every leaf into its entry of `buffer`, but for those that can come late.
 
-        `leaves` are those that this plan was made from or that `matches` saw last.
+        `leaves` are those that this plan was made from or that `matches` saw last. When it
+        returns, all bytes are there except the returned copies, which the caller makes. A leaf
+        of `late` is left out only where it is large, is copied as it lies, and all that share its
+        entry are in `late` too.
         """
         values: list[Any] = leaves.values
         base, pointers = buffer.__array_interface__["data"][0], self._pointers
-        copy_pieces(
-            [(base + to, pointers[at] + begin, size) for to, at, begin, size in self._pieces],
-            (leaves, buffer),
-        )
-        with torch.no_grad():
-            for target, leaf, view in self._bind(buffer):
-                source = values[leaf]
-                target.copy_(source if view is None else view(source), non_blocking=source.is_cuda)
-            for device in self._cuda:
-                torch.cuda.current_stream(device).synchronize()
+        now, after, owners, kept = self._pieces, [], [], []
+        if late:
+            tensors = leaves.tensors
+            tardy = self._wholly_late(leaves, late)
+            now, rest = _split(self._pieces, [tensors[at] in tardy for _, at, _, _ in self._pieces])
+            after = [(base + to, pointers[at] + begin, size) for to, at, begin, size in rest]
+            owners = [tensors[at] for _, at, _, _ in rest]
+            # The storages too: a tensor may be given another one before the caller copies.
+            kept = [values[leaf].untyped_storage() for leaf in tardy]
+        # What lies on a device comes by itself while the processor copies the rest.
+        fetched = self._device.issue(values, buffer)
+        try:
+            copy_pieces(
+                [(base + to, pointers[at] + begin, size) for to, at, begin, size in now],
+                (leaves, buffer),
+            )
+            self._gathers.copy(pointers, base, (leaves, buffer))
+            # What is made in inference mode could never be written to outside of it.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for target, leaf, view in self._bind(buffer):
+                    source = values[leaf]
+                    target.copy_(source if view is None else view(source))
+        finally:
+            fetched.wait()
         for entry, leaf in self._plain:
             start = self.layout.starts[entry]
             _copy_plain(buffer[start : start + self.layout.entries[entry].nbytes], values[leaf])
+        return LateCopies(after, owners, (buffer, kept))
+
+    def _wholly_late(self, leaves: LeafList, late: frozenset[int]) -> set[int]:
+        """The late leaves whose entry holds no leaf that is wanted at once."""
+        leaf_of, homes = leaves.tensors, self._homes.homes
+        wanted = {homes[at].block for at, leaf in enumerate(leaf_of) if leaf not in late}
+        return {leaf for at, leaf in enumerate(leaf_of) if homes[at].block not in wanted}
 
     def forget_buffers(self) -> None:
         """Drop the views of buffers, so that their mappings can go."""
+        self._device.forget_buffers()
         self._bound.clear()
 
     def _bind(self, buffer: Bytes) -> list[tuple[torch.Tensor, int, View | None]]:
@@ -183,9 +265,15 @@ def _pieces(
     position = {leaf: number for number, leaf in enumerate(leaves.tensors)}
     for entry, copy in copies:
         start = layout.starts[entry] + copy.begin
-        for begin in range(0, copy.nbytes if copy.direct else 0, PIECE_BYTES):
+        whole = copy.direct and not copy.small
+        for begin in range(0, copy.nbytes if whole else 0, PIECE_BYTES):
             size = min(PIECE_BYTES, copy.nbytes - begin)
             yield start + begin, position[copy.leaf], begin, size
+
+
+def _split(pieces: list[_Run], late: list[bool]) -> tuple[list[_Run], list[_Run]]:
+    now = [piece for piece, left in zip(pieces, late, strict=True) if not left]
+    return now, [piece for piece, left in zip(pieces, late, strict=True) if left]
 
 
 def _tensor_item(values: list[Leaf], block: Block, members: list[int], name: str) -> _Item:
@@ -195,8 +283,10 @@ def _tensor_item(values: list[Leaf], block: Block, members: list[int], name: str
     copies = []
     for leaf, source, offset in zip(members, sources, block.offsets, strict=True):
         nbytes = memory_of(source).numel()
-        copies.append(_Copy(offset, nbytes, leaf, torch.uint8, (nbytes,), memory_of, source.is_cpu))
-    return _Item(raw_entry(name, block.region_bytes), 1, tuple(copies), members[0])
+        here = on_host(source)
+        copies.append(_Copy(offset, nbytes, leaf, torch.uint8, (nbytes,), memory_of, here))
+    entry = raw_entry(name, block.region_bytes)
+    return _Item(entry, 1, tuple(copies), members[0], _device_name(sources[0]))
 
 
 def _packed_item(source: torch.Tensor, leaf: int, name: str) -> _Item:
@@ -210,8 +300,18 @@ def _packed_item(source: torch.Tensor, leaf: int, name: str) -> _Item:
     dtype = carrier(source.dtype)
     view = _view(expanded=bare is not source, recast=dtype is not source.dtype)
     as_it_lies = bare.is_contiguous() and not source.is_conj() and not source.is_neg()
-    copy = _Copy(0, nbytes, leaf, dtype, shape, view, source.is_cpu and as_it_lies)
-    return _Item(entry, source.itemsize, (copy,), leaf)
+    direct = on_host(source) and as_it_lies
+    small = direct and 0 < nbytes < SMALL_BYTES
+    copy = _Copy(0, nbytes, leaf, dtype, shape, view, direct, small)
+    return _Item(entry, source.itemsize, (copy,), leaf, _device_name(source))
+
+
+def _device_name(source: torch.Tensor) -> str:
+    return "" if on_host(source) else str(source.device)
+
+
+def _tensor(leaves: LeafList, leaf: int) -> torch.Tensor:
+    return leaves.values[leaf]  # type: ignore[return-value]
 
 
 def _view(*, expanded: bool, recast: bool) -> View | None:
@@ -225,7 +325,9 @@ def _copy_plain(target: Bytes, value: np.ndarray[Any, Any] | bytes | bytearray) 
         target[:] = np.frombuffer(value, np.uint8)
     elif value.nbytes:
         source = value.T if is_fortran(value) else value
-        np.copyto(target.view(source.dtype).reshape(source.shape), source, casting="no")
+        # As bytes: field by field numpy would leave out the gaps between them.
+        whole = np.dtype((np.void, source.itemsize))
+        np.copyto(target.view(whole).reshape(source.shape), source.view(whole))
 
 
 def _swap(rows: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -245,66 +347,3 @@ def _unique(names: Iterable[tuple[int, str]], count: int) -> list[str]:
         used.add(name)
         found.append(name)
     return found
-
-
-def _tables(
-    leaves: LeafList, homes: tuple[Home, ...], blocks: list[int], plain: dict[int, int]
-) -> str:
-    """The constant members of the tree: leaves, DTensor specs, meshes."""
-    specs: dict[str, int] = {}
-    meshes: dict[str, int] = {}
-    spec_of = {
-        leaf: _number(specs, _spec_row(whole, meshes)) for leaf, whole in leaves.wholes.items()
-    }
-    home_of = dict(zip(leaves.tensors, homes, strict=True))
-    rows = []
-    for index, value in enumerate(leaves.values):
-        if isinstance(value, torch.Tensor):
-            home = home_of[index]
-            rows.append(_tensor_row(value, home, blocks[home.block], spec_of.get(index, -1)))
-        elif isinstance(value, np.ndarray):
-            descr = dtype_node(value, value.dtype)
-            rows.append(["a", plain[index], descr, list(value.shape), is_fortran(value)])
-        else:
-            rows.append(["b", plain[index]])
-    text = json.dumps(rows, separators=(",", ":"))
-    return (
-        f'"format":{TABLE_FORMAT},"leaves":{text},'
-        f'"specs":[{",".join(specs)}],"meshes":[{",".join(meshes)}]'
-    )
-
-
-def _tensor_row(value: torch.Tensor, home: Home, entry: int, spec: int) -> list[Node]:
-    # A packed entry holds the values as they are seen, a stretch of memory what lies there.
-    flags = CONJ * value.is_conj() + NEG * value.is_neg() if home.offset_bytes >= 0 else 0
-    return [
-        "t",
-        entry,
-        dtype_name(value.dtype),
-        list(value.shape),
-        list(value.stride()),
-        home.offset_bytes,
-        flags,
-        value.device.type,
-        spec,
-    ]
-
-
-def _number(rows: dict[str, int], row: Node) -> int:
-    return rows.setdefault(json.dumps(row, separators=(",", ":")), len(rows))
-
-
-def _spec_row(whole: DTensor, meshes: dict[str, int]) -> Node:
-    mesh = _number(meshes, mesh_signature(whole.device_mesh))
-    return [list(whole.shape), list(whole.stride()), placement_names(whole), mesh]
-
-
-def placement_names(whole: DTensor) -> list[str]:
-    """Placements as text, in mesh order."""
-    return [repr(placement) for placement in whole.placements]
-
-
-def mesh_signature(mesh: Any) -> Node:
-    """What tells one device mesh from another: ranks, dimension names, device type."""
-    names = mesh.mesh_dim_names
-    return [mesh.mesh.tolist(), None if names is None else list(names), mesh.device_type]

@@ -18,7 +18,6 @@ from typing import Any
 from erasure.errors import PlanariaError
 from recovery.actions import StoreLost
 from recovery.commit import (
-    KeyLog,
     Prepared,
     SaveContext,
     SaveOutcome,
@@ -31,11 +30,11 @@ from recovery.manifest import Generation
 from recovery.session import RestoreOutcome
 from replica.arena import Slot
 from replica.at_exit import THREAD_PREFIX
-from replica.errors import StoreError
 from replica.fault_points import reach
 from replica.idle import Idle
 from replica.job import Job
-from replica.regrown import Regrown, drop_surplus
+from replica.keys import Keys
+from replica.regrown import Regrown
 from replica.request import Counts, Request
 from replica.runner import Runner
 from replica.saver import Saver, SaveWork
@@ -69,8 +68,10 @@ class Driver:
         self.counts.loud = self.job.rank == 0
         self._runner = Runner(self.job.store, self.job.clock)
         self._queue: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._keys = KeyLog()
+        # Entered by itself: a condition can be left half entered by an interrupt.
+        self._lock, self._over = threading.RLock(), threading.Event()
+        self._changed = threading.Condition(self._lock)
+        self.keys = Keys(self.job.store, root=self.job.rank == 0)
         self._stopping = self._held = self._turning = False
         self._mending = ""
         self._idle_s = min(IDLE_S, self.job.config.options.timeout_s / 10)
@@ -82,13 +83,13 @@ class Driver:
 
     def read(self) -> Ledger:
         """The ledger as it is now."""
-        with self._changed:
+        with self._lock:
             return self.ledger
 
     def wait_decided(self, timeout_s: float) -> bool:
         """Wait until the newest attempt's decision has been read here; whether it has been."""
         self.job.clock.nudge()
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self.ledger.decided or bool(self.broken), timeout_s)
             return self.ledger.decided
 
@@ -101,7 +102,7 @@ class Driver:
             return bool(self.broken) or (ledger.decided and not held_up)
 
         self.job.clock.nudge()
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(over, timeout_s)
             return self.ledger.may_admit
 
@@ -111,13 +112,12 @@ class Driver:
         ``submit`` follows. A mend under way comes first, in the background.
         """
         self.job.clock.nudge()
-        with self._changed:
-            ready = self._changed.wait_for(
-                lambda: self.ledger.may_admit or bool(self.broken), timeout_s
-            )
-            if ready and not self.broken:
+        with self._lock:
+            self._changed.wait_for(lambda: self.ledger.may_admit or bool(self.broken), timeout_s)
+            ready = self.ledger.may_admit and not self.broken
+            if ready:
                 self.ledger = self.ledger.admit(generation)
-            return ready and not self.broken
+            return ready
 
     @contextmanager
     def held(self, timeout_s: float) -> Iterator[bool]:
@@ -135,7 +135,7 @@ class Driver:
         mender.take_over(outcome.plan, regrown)
         # What cannot be mended must not keep saves waiting for that.
         kept = None if mender.foreign else outcome.kept
-        with self._changed:
+        with self._lock:
             self.ledger = self.ledger.rebase(base, kept, outcome.kept_protection)
             self.protection = outcome.protection
         mender.agenda.after("it was restored" if base else "", restores=restores)
@@ -144,7 +144,7 @@ class Driver:
         deadline_s, told = self.job.clock.now_s() + timeout_s, ""
         self.job.clock.nudge()
         while True:
-            with self._changed:
+            with self._lock:
                 mend = self._wait_idle(deadline_s, told)
                 if self._still:
                     return True
@@ -170,19 +170,19 @@ class Driver:
 
     def change(self, change: Callable[[Ledger], Ledger]) -> None:
         """Replace the ledger by ``change`` of it."""
-        with self._changed:
+        with self._lock:
             self.ledger = change(self.ledger)
             self._changed.notify_all()
 
     def submit(self, request: Request) -> None:
         """Hand a generation over; its slot belongs to the background until the ledger frees it."""
-        self.note_keys(request.sequence, request.admission_key, decision_key(request.generation))
+        self.keys.note(request.sequence, request.admission_key, decision_key(request.generation))
         self._queue.put(request)
 
     def skipped(self, ticket: Ticket, admission_key: str, sequence: int) -> None:
         """Count and tell a step that is not saved; its key goes with the generation before it."""
         self.counts.skipped += 1
-        self.note_keys(sequence, admission_key)
+        self.keys.note(sequence, admission_key)
         event = {"event": "save", "step": ticket.step, "outcome": "skipped"}
         self.emit({**event, "reason": ticket.reason})
 
@@ -192,10 +192,13 @@ class Driver:
             self._idle.mender.give_way(self.job.front, "closes")
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after the save under way; whether nothing writes to the arena any more."""
+        """End the thread after the save under way, and the arena with it; whether both have ended.
+
+        Where they have not, the thread closes the arena when nothing writes to it any more.
+        """
         self._stopping = True
         self._queue.put(None)
-        with self._changed:
+        with self._lock:
             # All ranks close at about the same time, and a mend mostly takes a moment.
             grace_s = min(MEND_GRACE_S, timeout_s / 4)
             self._changed.wait_for(lambda: not self._mending or bool(self.broken), grace_s)
@@ -203,20 +206,17 @@ class Driver:
         if mend:
             self._idle.mender.give_way(self.job.front, "closes", mend)
         self.job.clock.nudge()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive() and self._saver.idle
-
-    def note_keys(self, sequence: int, *decided: str) -> None:
-        """Decisions and admissions are removed by the root."""
-        with self._changed:
-            keys = self._keys.open(sequence)
-            if self.job.rank == 0:
-                keys.update(decided)
+        self._over.wait(timeout_s)
+        if self._over.is_set() and self._saver.idle:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _loop(self) -> None:
         while True:
             request = self._next()
             if request is None:
+                self._over.set()
+                self._saver.close_arena()
                 return
             try:
                 if isinstance(request, Request):
@@ -227,39 +227,39 @@ class Driver:
                 # A listener that calls sys.exit(), or a defect of ours: no ticket stays unanswered,
                 # and no other save takes a slot.
                 log.exception("no further save in this process")
-                with self._changed:
+                with self._lock:
                     self.broken = f"{type(error).__name__}: {error}"
                     self._changed.notify_all()
                 if isinstance(request, Request):
                     request.ticket.fail(self.broken)
 
     def _turn(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._held or self._stopping:
                 return
             self._turning = True
         try:
             self._idle.turn()
         finally:
-            with self._changed:
+            with self._lock:
                 self._turning = False
                 self._changed.notify_all()
 
     def begin_mend(self, name: str, sequence: int) -> set[str] | None:
         """Enter a mend in the ledger; the log of its keys, or None when a save came first."""
-        with self._changed:
+        with self._lock:
             if not self.ledger.idle or self._held:
                 return None
             self.ledger, self._mending = self.ledger.mend(), name
             self._changed.notify_all()
-            return self._keys.open(sequence)
+            return self.keys.open(sequence)
 
     def end_mend(self, protection: int | None, *, last: bool) -> Generation | None:
         """The mend is over; the base survives ``protection`` losses (None: not known).
 
         With ``last`` no other comes; what was kept until then and is given up now is returned.
         """
-        with self._changed:
+        with self._lock:
             self.ledger = self.ledger.mended(-1 if protection is None else protection)
             given_up = self.ledger.kept if last else None
             if given_up is not None:
@@ -286,8 +286,9 @@ class Driver:
         context, clock = self._context(request), self.job.clock
         started_s = clock.now_s()
         facts: dict[str, Any] = {"seconds": {"copy": request.copy_s}, "sent_bytes": 0}
-        if request.slot is None:
-            outcome = SaveOutcome(HELD, request.refusal)
+        refusal = request.refusal or self._finish_copy(request, facts)
+        if request.slot is None or refusal:
+            outcome = SaveOutcome(HELD, refusal)
         else:
             self.change(lambda ledger: ledger.apply(STAGED))
             self._idle.mender.give_way(self.job.store, "has a save to do")
@@ -303,6 +304,19 @@ class Driver:
                 clock.pause(RETRY_S)
         facts["seconds"]["total"] = clock.now_s() - started_s
         self._finish(request, outcome, facts)
+
+    def _finish_copy(self, request: Request, facts: dict[str, Any]) -> str:
+        """Wait for what is copied late; why the step cannot be saved, "" if it can."""
+        captured = request.captured
+        if captured is not None and captured.late_bytes:
+            started_s = self.job.clock.now_s()
+            try:
+                captured.finish(self.job.moving_timeout_s(captured.late_bytes))
+            except PlanariaError as error:
+                return f"{type(error).__name__}: {error}"
+            facts["seconds"]["late_copy"] = self.job.clock.now_s() - started_s
+            request.ticket.advance("staged")
+        return ""
 
     def _context(self, request: Request) -> SaveContext:
         return SaveContext(
@@ -335,8 +349,7 @@ class Driver:
             self.change(lambda ledger: ledger.apply(HELD))
             request.ticket.advance("held")
 
-        with self._changed:
-            published = self._keys.open(request.sequence)
+        published = self.keys.open(request.sequence)
         try:
             job.links.tell_all_broken()
             return self._runner.run(
@@ -371,10 +384,8 @@ class Driver:
         if outcome.state == COMMITTED:
             self.counts.note_committed()
             self.protection = self.job.layout.redundancy.survivable_nodes
-            self._idle.mender.foreign = False
-            self._idle.mender.agenda.after("", sequence=request.sequence)
-            drop_surplus(self.job, self.read())
-            self._delete_keys(request.sequence)
+            self._idle.after_commit(request.sequence)
+            self.keys.delete_expired(request.sequence)
             ticket.advance("committed")
         else:
             self.counts.note_aborted(generation.step, outcome.reason, self.read().base)
@@ -386,13 +397,3 @@ class Driver:
         event = {"event": "save", "step": generation.step, "outcome": outcome.state}
         event |= {"generation": generation.id, "bytes": request.shard_bytes}
         self.emit({**event, "reason": outcome.reason, **facts})
-
-    def _delete_keys(self, sequence: int) -> None:
-        """P5; a store that fails here only keeps keys that nobody needs."""
-        with self._changed:
-            keys = self._keys.expired(sequence)
-        try:
-            for key in keys:
-                self.job.store.delete(key)
-        except StoreError as error:
-            log.warning("keys of old saves were not removed: %s", error)

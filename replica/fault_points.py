@@ -10,6 +10,9 @@ that is to fail, before the call that is to fail:
 
     fault_points.set_hook(die)
 
+With ``background="process"`` the points are passed in the background process: name a module that
+sets the hook there by ``load_in_background``, before the process is started.
+
 The hook is called in whichever thread reaches the point, the background thread and those that move
 bytes included, and more than once where a point is passed more than once: a save has several
 fragments. What it raises is raised there, as if that line had failed.
@@ -64,12 +67,29 @@ POINTS = (
 Hook = Callable[[str], None]
 
 _hook: Hook | None = None
+_module = ""
 
 
 def set_hook(hook: Hook | None) -> None:
     """Call ``hook`` with the name of every point that this process reaches; None: no more."""
     global _hook  # noqa: PLW0603 - one per process, and a point must cost nothing without it
     _hook = hook
+
+
+def load_in_background(module: str) -> None:
+    """Have every background process that is started from now on import ``module`` first; "": none.
+
+    Raises ValueError for what is no dotted name.
+    """
+    global _module  # noqa: PLW0603 - as the hook
+    if module and not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"module is {module!r}, expected a dotted name")
+    _module = module
+
+
+def module_in_background() -> str:
+    """The module that a background process imports first; "": none."""
+    return _module
 
 
 def reach(point: str) -> None:

@@ -119,7 +119,7 @@ class Fetcher:
         if found is not None:
             shard = found[1][:size]
         else:
-            shard = np.empty(size, np.uint8) if self._into is None else self._into.data[:size]
+            shard = self._job.scratch(size) if self._into is None else self._into.data[:size]
         parts = {i: shard[slice(*code.span(i, size))] for i in range(code.k)}
         for read in mine.reads:
             if read.fragment >= code.k:

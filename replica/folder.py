@@ -106,11 +106,26 @@ class Folder:
 
     def leads_to(self, name: str, descriptor: int) -> bool:
         """Whether ``name`` in this directory is (still) the object that ``descriptor`` has open."""
+        info = os.fstat(descriptor)
+        return self.has(name, (info.st_dev, info.st_ino))
+
+    def has(self, name: str, key: tuple[int, int]) -> bool:
+        """Whether ``name`` in this directory is the object of that device and inode."""
         try:
             info = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        return os.path.samestat(info, os.fstat(descriptor))
+        return (info.st_dev, info.st_ino) == key
+
+    def in_place(self) -> bool:
+        """Whether its path still leads to it, as far as this process may see."""
+        try:
+            info = Path(self.path).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+        return (info.st_dev, info.st_ino) == self.key
 
     def _open(self, name: str, flags: int, mode: int | None) -> int:
         peek = os.open(name, _PEEK, dir_fd=self.descriptor)

@@ -53,6 +53,11 @@ class FrameFile:
         self.frame_bytes = min(os.fstat(descriptor).st_size // 2, _FRAME_BYTES_MAX)
         self._sequence = (self._newest() or (0, b""))[0]
 
+    @property
+    def payload_bytes_max(self) -> int:
+        """How large a value it takes."""
+        return self.frame_bytes - _HEADER.size
+
     @classmethod
     def create(cls, folder: Folder, name: str, payload_bytes_max: int) -> FrameFile:
         """Make or open the file with room for payloads of that size, all of it allocated now.
@@ -80,14 +85,25 @@ class FrameFile:
                 return newest[1]
         return None
 
+    def maimed(self) -> bool:
+        """Whether a place that was written once has not even the beginning of a frame.
+
+        No writer that died leaves that: it overwrites a beginning by the same beginning. What is
+        read then may be older than what was written last.
+        """
+        newest = self._newest()
+        if newest is None or newest[0] < 2:
+            return False
+        begin = os.pread(self.descriptor, len(_MAGIC), (1 - newest[0] % 2) * self.frame_bytes)
+        return begin != _MAGIC
+
     def write(self, payload: bytes) -> None:
         """Replace the value. Until this returns, the former one is still what a reader finds."""
         sequence = self._sequence + 1
         frame = encode_frame(sequence, payload)
         if len(frame) > self.frame_bytes:
             raise ArenaError(
-                f"{self.path}: {len(payload)} bytes do not fit into "
-                f"{self.frame_bytes - _HEADER.size}"
+                f"{self.path}: {len(payload)} bytes do not fit into {self.payload_bytes_max}"
             )
         offset, view = sequence % 2 * self.frame_bytes, memoryview(frame)
         while view:
@@ -111,7 +127,7 @@ class FrameFile:
         if len(header) < _HEADER.size:
             return None
         length = _HEADER.unpack(header)[2]
-        if length > self.frame_bytes - _HEADER.size:
+        if length > self.payload_bytes_max:
             return None
         # Header and payload in one read: the header above was only asked for the length.
         frame = decode_frame(os.pread(self.descriptor, _HEADER.size + length, offset))

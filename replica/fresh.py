@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from replica.copies import CONJ, NEG, TABLE_FORMAT
 from replica.dtypes import DTYPES, carrier
 from replica.errors import StateError
-from replica.image import MAX_DIMS, MAX_TREE_BYTES, Image, ImageError
+from replica.image import MAX_DIMS, MAX_NODES, MAX_TREE_BYTES, Image, ImageError
 from replica.jsontext import JsonError, parse_bounded
 from replica.leaves import span
+from replica.numpy_types import dtype_from
+from replica.tables import CONJ, NEG, TABLE_FORMAT
+from replica.tensor_kinds import ELEMENTS_LIMIT, QUANTIZED, SIZE_LIMIT
 from replica.torch_private import neg_view
-from replica.tree import MAX_NODES, Node
-from replica.tree_reader import NO_VALUE, Decoder, dtype_from
+from replica.tree import Node
+from replica.tree_reader import NO_VALUE, Decoder
 
 _MAX_STRETCH = 4
 """A view spread over more than this many times its elements comes back without its gaps.
@@ -32,7 +34,7 @@ Its dimensions keep their order in memory. Every other view keeps its strides ex
 _ALIGN_BYTES = 16
 _DEVICE = re.compile("(?!meta$)[a-z]{2,16}")
 # Their scales would be lost, so no image of ours has them.
-_READABLE = {name: dtype for name, dtype in DTYPES.items() if not name.startswith("q")}
+_READABLE = {name: dtype for name, dtype in DTYPES.items() if dtype not in QUANTIZED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +57,9 @@ class TensorFacts:
         sizes = (*self.shape, *self.strides)
         if len(self.shape) != len(self.strides) or len(self.shape) > MAX_DIMS:
             raise ImageError("shard image: a tensor whose shape and strides do not fit")
-        if any(type(size) is not int or not 0 <= size < 1 << 48 for size in sizes):
+        if any(type(size) is not int or not 0 <= size < SIZE_LIMIT for size in sizes):
             raise ImageError("shard image: a tensor with a size or stride out of range")
-        if math.prod(self.shape) >= 1 << 60:
+        if math.prod(self.shape) >= ELEMENTS_LIMIT:
             raise ImageError("shard image: a tensor with too many elements")
         if type(self.offset_bytes) is not int or not -1 <= self.offset_bytes < 1 << 60:
             raise ImageError("shard image: a tensor with an offset out of range")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from replica.config import agent_serves_store
 from replica.errors import ConfigError, PeerError
 from replica.silence import bounded
 from replica.store import MemoryStore, Store, TorchStore, connector
@@ -18,6 +20,7 @@ from replica.transports.gloo import GlooTransport
 from replica.transports.memory import MemoryTransport
 
 MESSAGE_BYTES_MAX = 1 << 20
+_dist: Any = dist
 
 
 class Group(Protocol):
@@ -79,7 +82,26 @@ class TorchGroup:
             return TorchStore(bounded(connector(address, timeout_s), timeout_s))
         # Held so that the server in rank 0's process outlives destroy_process_group.
         origin: Any = self._group.get_group_store() if self._group is not None else None
-        return TorchStore(bounded(origin.clone, timeout_s))
+        return TorchStore(bounded(origin.clone, timeout_s), place=self.store_place())
+
+    def store_place(self) -> str:
+        """Who serves the group's store: what ends with that process, no rank can reach any more."""
+        address = self.store_address()
+        if address is None:
+            return ""
+        if agent_serves_store(os.environ):
+            return f"it is served at {address} by the launcher's agent"
+        whose = "" if self._group is dist.group.WORLD else "global "
+        return f"it is served at {address} by the process of {whose}rank 0"
+
+    def store_address(self) -> str | None:
+        """host:port of the TCPStore behind the group; None where it is another kind of store."""
+        store: Any = self._group.get_group_store() if self._group is not None else None
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        if not isinstance(store, _dist.TCPStore):
+            return None
+        return f"{store.host}:{store.port}"
 
     def transport(self, network_interface: str | None) -> Transport:
         """Pairs of gloo."""

@@ -1,4 +1,7 @@
-"""What the background thread does between two saves: it mends the base and scrubs idle slots."""
+"""What the background thread does between two saves.
+
+It sees whether the arena's files are still there, mends the base and scrubs idle slots.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from recovery.ledger import Ledger
 from recovery.manifest import Generation, SlotRecord
 from recovery.mend import DONE, FAILED, KNOWN, MendOutcome
 from replica.arena import Slot
-from replica.errors import StoreError
+from replica.errors import ArenaError, StoreError
 from replica.job import Job
 from replica.mender import Mender
+from replica.regrown import drop_surplus
 from replica.request import Counts
 from replica.runner import Runner
 from replica.saver import Saver
@@ -46,6 +50,7 @@ class Idle:
 
     def turn(self) -> None:
         """Mend the base if that is called for, else verify a little of it."""
+        self.see_to_files()
         base = self._keeper.read().base
         if base is None or not self._job.layout.redundancy.n:
             return
@@ -58,6 +63,45 @@ class Idle:
             self._mend(base, why)
         else:
             self._scrub()
+
+    def after_commit(self, sequence: int) -> None:
+        """The save of that number is the base now: what came before needs no mend and no slot."""
+        self.mender.foreign = False
+        self.mender.agenda.after("", sequence=sequence)
+        drop_surplus(self._job, self._keeper.read())
+        self.see_to_files()
+
+    def see_to_files(self) -> None:
+        """What somebody removed from the arena is an erasure: nobody could adopt it any more."""
+        arena, keeper, rank = self._job.arena, self._keeper, self._job.rank
+        lost_before, before = arena.lost, keeper.protection
+        gone = arena.removed()
+        if arena.lost and not lost_before:
+            log.error("rank %d: %s", rank, arena.lost)
+        for slot in gone:
+            record = self._let_go(slot)
+            if record is not None:
+                self._tell(record, f"was removed by somebody from {arena.path}")
+        if keeper.protection < before:
+            # However much of it was here, it is this one node that has lost it.
+            keeper.protection = max(-1, before - 1)
+
+    def _let_go(self, slot: Slot) -> SlotRecord | None:
+        """Give a slot without files up, unless somebody fills it; what it held until now."""
+        arena = self._job.arena
+        with arena.choosing:
+            record = slot.record
+            if slot.facts.busy:
+                return None
+            try:
+                if not arena.lost:
+                    arena.drop(slot)
+                elif record is not None:
+                    slot.invalidate()
+            except ArenaError as error:
+                log.warning("rank %d: %s", self._job.rank, error)
+            slot.record = None
+            return record
 
     def _mend(self, base: Generation, why: str) -> None:
         """Mend the base, unless a save came in between."""
@@ -117,14 +161,19 @@ class Idle:
 
     def _withdraw(self, slot: Slot, record: SlotRecord) -> None:
         """A damaged slot is an erasure from now on."""
-        keeper = self._keeper
         slot.invalidate()
+        self._tell(record, "does not verify any more")
+
+    def _tell(self, record: SlotRecord, why: str) -> None:
+        """Count and tell an erasure, and call for a mend."""
+        keeper = self._keeper
         keeper.counts.damaged += 1
         keeper.protection = max(-1, keeper.protection - 1)
         part = "the whole shard" if record.fragment < 0 else f"fragment {record.fragment}"
         what = f"{part} of owner {record.owner} in {record.generation.describe()}"
-        log.error("rank %d: %s does not verify any more and is withdrawn", self._job.rank, what)
+        log.error("rank %d: %s %s and is withdrawn", self._job.rank, what, why)
         event = {"event": "scrub", "step": record.generation.step, "owner": record.owner}
         keeper.emit(event | {"fragment": record.fragment, "generation": record.generation.id})
-        self.mender.agenda.call("a slot was damaged")
-        keeper.look()
+        if not self._job.arena.lost:
+            self.mender.agenda.call("a slot was damaged")
+            keeper.look()

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from replica.dtypes import CODES, RAW_CODE, code_bytes
 from replica.errors import StateError
-from replica.jsontext import JsonError, parse_bounded
+from replica.jsontext import JsonError, count_nodes, parse_bounded
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -39,6 +39,8 @@ MAX_HEADER_BYTES = 100_000_000
 """The reader of the safetensors library refuses longer headers."""
 MAX_HEADER_NODES = 1 << 23
 MAX_TREE_BYTES = 1 << 28
+MAX_NODES = 1 << 23
+"""Values of JSON in the tree, by its separators."""
 MAX_DIMS = 64
 MAX_JOB_CHARS = 256
 TREE_NAME = "planaria.tree"
@@ -158,10 +160,13 @@ class Layout:
         )
         used = _PREFIX_BYTES + len(self._fixed) + _VARYING_BYTES
         self.data_start = -(-used // ALIGN_BYTES) * ALIGN_BYTES
-        if self.data_start - _PREFIX_BYTES > MAX_HEADER_BYTES:
+        nodes = count_nodes(self._fixed.encode()) + _VARYING_BYTES
+        if self.data_start - _PREFIX_BYTES > MAX_HEADER_BYTES or nodes > MAX_HEADER_NODES:
             raise StateError(
-                f"state with {len(self.entries)} tensors needs a header of {self.data_start} "
-                f"bytes, and readers of the format take {MAX_HEADER_BYTES}; join small tensors"
+                f"state with {len(self.entries)} tensors, arrays and long values needs a header of "
+                f"{self.data_start} bytes and about {nodes} values of JSON, and readers of the "
+                f"format take {MAX_HEADER_BYTES} and {MAX_HEADER_NODES}: join small tensors into "
+                "larger ones"
             )
         self.starts = tuple(self.data_start + offset for offset in offsets[:-1])
         self._tree_offset = offsets[-1]
@@ -174,22 +179,26 @@ class Layout:
         the entries itself, before or after.
         """
         shard_bytes = self.tree_start + len(tree)
-        tree_end = self._tree_offset + len(tree)
+        head = self.head(header, len(tree), buffer.nbytes)
+        buffer[: self.data_start] = np.frombuffer(head, np.uint8)
+        buffer[self.tree_start : shard_bytes] = np.frombuffer(tree, np.uint8)
+        return shard_bytes
+
+    def head(self, header: ShardHeader, tree_bytes: int, file_bytes: int) -> bytes:
+        """All that stands before the entries, for a tree and a file of these sizes."""
+        tree_end = self._tree_offset + tree_bytes
         metadata = json.dumps({"__metadata__": {METADATA_KEY: header.metadata()}})
         text = (
             metadata[:-1]
             + self._fixed
             + ","
-            + raw_entry(TREE_NAME, len(tree)).text(self._tree_offset)
+            + raw_entry(TREE_NAME, tree_bytes).text(self._tree_offset)
             + ","
-            + raw_entry(PAD_NAME, buffer.nbytes - shard_bytes).text(tree_end)
+            + raw_entry(PAD_NAME, file_bytes - self.data_start - tree_end).text(tree_end)
             + "}"
         )
         header_bytes = self.data_start - _PREFIX_BYTES
-        padded = header_bytes.to_bytes(_PREFIX_BYTES, "little") + text.encode().ljust(header_bytes)
-        buffer[: self.data_start] = np.frombuffer(padded, np.uint8)
-        buffer[self.tree_start : shard_bytes] = np.frombuffer(tree, np.uint8)
-        return shard_bytes
+        return header_bytes.to_bytes(_PREFIX_BYTES, "little") + text.encode().ljust(header_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,10 +224,11 @@ class Image:
         return self.buffer[self.tree_start : self.shard_bytes].tobytes()
 
 
-def read_image(buffer: Bytes) -> Image:
+def read_image(buffer: Bytes, *, nbytes: int | None = None) -> Image:
     """Parse and check an image; nothing is copied but the header.
 
-    `buffer` is uint8[n] with n from `shard_bytes` to the file size: the pad may be missing.
+    `buffer` is uint8[n] with n from `shard_bytes` to the file size: the pad may be missing. With
+    `nbytes` it is the header alone, of an image of so many bytes.
     Raises `ImageError` unless the entries lie end to end from the header to the pad.
     """
     if buffer.dtype != np.uint8 or buffer.ndim != 1:
@@ -235,8 +245,9 @@ def read_image(buffer: Bytes) -> Image:
         raise ImageError(f"shard image: must end with {TREE_NAME} and {PAD_NAME}")
     tree, tree_offset = found[-2]
     shard_bytes = data_start + tree_offset + tree.nbytes
-    if shard_bytes > buffer.nbytes:
-        raise ImageError(f"shard image: needs {shard_bytes} bytes, {buffer.nbytes} are here")
+    here = buffer.nbytes if nbytes is None else nbytes
+    if shard_bytes > here:
+        raise ImageError(f"shard image: needs {shard_bytes} bytes, {here} are here")
     if tree.nbytes > MAX_TREE_BYTES:
         raise ImageError(f"shard image: tree of {tree.nbytes} bytes, at most {MAX_TREE_BYTES}")
     return Image(

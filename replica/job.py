@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from erasure.digest import CHUNK_BYTES
 from recovery.inventory import Report
@@ -18,6 +21,12 @@ from replica.links import Links
 from replica.runner import MOVING_BYTES_PER_S_MIN
 from replica.store import Store
 from replica.timed_store import TimedStore
+from replica.transport import Bytes
+
+
+def plain_memory(nbytes: int) -> Bytes:
+    """uint8[nbytes] of this process's own."""
+    return np.empty(nbytes, np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,8 @@ class Job:
     front: TimedStore
     pairs: TimedStore
     links: Links
+    scratch: Callable[[int], Bytes] = plain_memory
+    """Makes the memory, uint8[n], that a restore needs beside the slots."""
 
     @property
     def topology(self) -> Topology:

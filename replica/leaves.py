@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
+from replica.numpy_types import dtype_refusal
+from replica.tensor_kinds import ELEMENTS_LIMIT, MAX_TENSORS, TOO_MANY, refusal
 from replica.torch_private import DTensor, local_and_spec
-from replica.tree import Unsupported, dtype_node
+from replica.unsupported import Unsupported, type_text
 
-PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
 _EXACT_OVERLAP_ELEMENTS = 1 << 24
 
 Leaf = torch.Tensor | np.ndarray[Any, Any] | bytes | bytearray
@@ -30,8 +30,8 @@ class LeafList:
     def __init__(self) -> None:
         self.values: list[Leaf] = []
         """The local tensor of a DTensor, everything else as it is."""
-        self.keys: list[tuple[object, ...]] = []
-        """What must stay equal for a plan to stay valid, per leaf."""
+        self.keys: dict[int, tuple[object, ...]] = {}
+        """What must stay equal for a plan to stay valid, per leaf that is no tensor."""
         self.wholes: dict[int, DTensor] = {}
         """The DTensors, by the number of their leaf."""
         self.tensors: list[int] = []
@@ -40,35 +40,35 @@ class LeafList:
     def tensor(self, value: torch.Tensor) -> int:
         """Take a tensor of any dense layout, or a DTensor; `Unsupported` for any other kind."""
         index = len(self.values)
-        spec: object = None
         local = value
         if isinstance(value, DTensor):
-            local, spec = local_and_spec(value)
+            local, _ = local_and_spec(value)
             self.wholes[index] = value
-        if type(local) not in PLAIN_TENSORS:
-            raise Unsupported(value, "a tensor class that is not known here")
-        if local.layout is not torch.strided or local.is_nested:
-            raise Unsupported(value, f"with layout {local.layout}: only dense tensors are carried")
-        if local.is_meta:
-            raise Unsupported(value, "on the meta device: it has no values")
-        if local.is_quantized:
-            raise Unsupported(value, f"quantized as {local.dtype}: its scales would be lost")
+        why = refusal(local)
+        if why is not None:
+            whose = "" if local is value else f"whose local shard is a {type_text(local)}, "
+            raise Unsupported(value, whose + why)
+        if len(self.tensors) >= MAX_TENSORS:
+            raise Unsupported(value, f"the {MAX_TENSORS + 1:,}th of this state: {TOO_MANY}")
         self.values.append(local)
         self.tensors.append(index)
-        self.keys.append(geometry(local, spec))
         return index
 
     def array(self, value: np.ndarray[Any, Any]) -> int:
         """Take a numpy array without Python objects in it."""
-        dtype_node(value, value.dtype)
+        why = dtype_refusal(value.dtype)
+        if why is None and max(value.shape, default=0) >= ELEMENTS_LIMIT:
+            why = "with a size beyond what an image describes"
+        if why is not None:
+            raise Unsupported(value, why)
+        self.keys[len(self.values)] = (value.dtype, value.shape, is_fortran(value))
         self.values.append(value)
-        self.keys.append((value.dtype, value.shape, is_fortran(value)))
         return len(self.values) - 1
 
     def raw(self, value: bytes | bytearray) -> int:
         """Take bytes."""
+        self.keys[len(self.values)] = (len(value),)
         self.values.append(value)
-        self.keys.append((len(value),))
         return len(self.values) - 1
 
     def tensor_values(self) -> list[torch.Tensor]:
@@ -76,7 +76,7 @@ class LeafList:
         return [self.values[index] for index in self.tensors]  # type: ignore[misc]
 
 
-def geometry(local: torch.Tensor, spec: object = None) -> tuple[object, ...]:
+def geometry(local: torch.Tensor) -> tuple[object, ...]:
     """Everything about a tensor but its address and its values."""
     return (
         local.dtype,
@@ -85,7 +85,6 @@ def geometry(local: torch.Tensor, spec: object = None) -> tuple[object, ...]:
         local.device,
         local.is_conj(),
         local.is_neg(),
-        spec,
     )
 
 
@@ -96,6 +95,8 @@ def is_fortran(value: np.ndarray[Any, Any]) -> bool:
 
 def unexpanded(value: torch.Tensor) -> torch.Tensor:
     """The view without repetition: dimensions of stride 0 narrowed to one element."""
+    if 0 not in value.stride():
+        return value
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
         if stride == 0 and size > 1:
             value = value.narrow(dim, 0, 1)

@@ -11,12 +11,13 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from replica.copies import mesh_signature, placement_names
 from replica.dtypes import carrier, dtype_name
 from replica.errors import StateError
 from replica.fresh import SpecFacts, TensorFacts
 from replica.leaves import find_homes, memory_of, span, unexpanded
+from replica.scalars import only_scalars
 from replica.state import MODULE, OPTIMIZER, kind_of, module_state
+from replica.tables import mesh_signature, placement_names
 from replica.torch_private import DTensor, local_and_spec
 
 
@@ -33,7 +34,7 @@ def live_tensors(value: object, seen: set[int] | None = None) -> Iterator[torch.
     if isinstance(value, dict):
         inner = value.values()
     elif isinstance(value, list | tuple | deque):
-        inner = value
+        inner = () if only_scalars(value) else value
     elif kind_of(value) == MODULE:
         inner = module_state(value).values()  # type: ignore[arg-type]
     elif kind_of(value) == OPTIMIZER:
@@ -48,7 +49,9 @@ def holds_live(value: object) -> bool:
         return True
     if isinstance(value, dict):
         return any(map(holds_live, value.values()))
-    return isinstance(value, list | tuple | deque | set | frozenset) and any(map(holds_live, value))
+    if not isinstance(value, list | tuple | deque | set | frozenset):
+        return False
+    return not only_scalars(value) and any(map(holds_live, value))
 
 
 class LiveMeshes:
@@ -62,6 +65,11 @@ class LiveMeshes:
                 mesh = value.device_mesh
                 self._meshes.setdefault(json.dumps(mesh_signature(mesh)), mesh)
                 self._placements.update((repr(place), place) for place in value.placements)
+
+    @property
+    def meshes(self) -> list[Any]:
+        """All of them, in the order in which they were met."""
+        return list(self._meshes.values())
 
     def rebuild(self, local: torch.Tensor, spec: SpecFacts) -> DTensor:
         """A DTensor around a local shard; `StateError` where its mesh is not in the live state."""
@@ -89,17 +97,22 @@ class LiveMeshes:
         )
 
 
-def tensor_mismatch(live: torch.Tensor, facts: TensorFacts) -> str | None:
-    """Why a saved tensor cannot be loaded into a live one, None if it can."""
-    if live.dtype != facts.dtype:
-        return f"saved as {dtype_name(facts.dtype)}, is {dtype_name(live.dtype)}"
-    if tuple(live.shape) != facts.full_shape:
-        return f"saved with shape {list(facts.full_shape)}, has {list(live.shape)}"
+def tensor_mismatch(live: torch.Tensor, facts: TensorFacts) -> tuple[str, bool] | None:
+    """Why a saved tensor cannot be loaded into a live one, None if it can.
+
+    True beside it: only its dtype or its shape, the same on all ranks, is another, so that the live
+    tensor may be left as it is where the caller asked for that.
+    """
     if isinstance(live, DTensor) != (facts.spec is not None):
         kind = "a DTensor" if facts.spec is not None else "a plain tensor"
-        return f"saved as {kind}, is a {type(live).__name__}"
+        return f"saved as {kind}, is a {type(live).__name__}", False
+    if live.dtype != facts.dtype:
+        return f"saved as {dtype_name(facts.dtype)}, is {dtype_name(live.dtype)}", True
+    if tuple(live.shape) != facts.full_shape:
+        return f"saved with shape {list(facts.full_shape)}, has {list(live.shape)}", True
     if isinstance(live, DTensor) and facts.spec is not None:
-        return _spec_mismatch(live, facts, facts.spec)
+        why = _spec_mismatch(live, facts, facts.spec)
+        return None if why is None else (why, False)
     return None
 
 
@@ -110,6 +123,8 @@ def _spec_mismatch(live: DTensor, facts: TensorFacts, spec: SpecFacts) -> str | 
     mesh = mesh_signature(live.device_mesh)
     if mesh != spec.mesh:
         return f"saved on device mesh {spec.mesh}, is on {mesh}"
+    if tuple(live.stride()) != spec.strides:
+        return f"saved with strides {list(spec.strides)}, has {list(live.stride())}"
     local, _ = local_and_spec(live)
     if tuple(local.shape) != facts.shape:
         return f"saved with a local shard {list(facts.shape)}, has {list(local.shape)}"
@@ -123,7 +138,8 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
 
 def copy_into(live: torch.Tensor, saved: torch.Tensor) -> None:
     """Fill a live local tensor, whatever its layout, with saved values of equal shape and dtype."""
-    with torch.no_grad():
+    # A tensor made in inference mode may be changed in that mode only.
+    with torch.inference_mode(live.is_inference()), torch.no_grad():
         target, source = unexpanded(live), unexpanded(saved)
         if span(target.shape, target.stride()) < target.numel():
             # Elements that overlap one another: `copy_` refuses, their memory can be filled.

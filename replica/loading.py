@@ -1,19 +1,22 @@
 """An image back into live objects, in two phases.
 
 A `Loader` compares the saved tree with the live state and notes what is wrong and what is to be
-done; it changes nothing. The noted actions then run in the order of the state.
+done; it changes nothing. The noted actions then run in the order of the state, those of generators
+after all others.
 
 Rules for containers. Tensors that are there are copied into, so that whoever else holds them sees
 the saved values; so are arrays of the same shape and dtype. Dicts, lists, sets and deques keep
-their identity and get the saved items. A saved value whose key is not there yet is put in; a live
-tensor or state object that was not saved is an error, and so is a saved state object that is not
-there.
+their identity and get the saved items. A saved value whose key is not there yet is put in. What has
+no counterpart (a live tensor or state object that was not saved, a saved state object that is not
+there, a key of a module) and what has another dtype or shape is an error in the strict mode, and is
+left as it is in the lenient one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,10 +44,9 @@ from replica.tree import (
     MAX_DEPTH,
     SEQUENCE_START,
     Node,
-    Unsupported,
-    path_text,
 )
 from replica.tree_reader import Decoder, check_mapping, check_sequence, empty_mapping, tag_of
+from replica.unsupported import Unsupported, path_text
 
 Keys = tuple[object, ...]
 Action = Callable[[], None]
@@ -55,6 +57,34 @@ ABSENT = object()
 _MAX_SHOWN = 20
 
 
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What a lenient restore did not load, each as a key path with a word why."""
+
+    missing: tuple[str, ...] = ()
+    """Saved and not in the live state."""
+    extra: tuple[str, ...] = ()
+    """In the live state and not saved: left as it is."""
+    unfit: tuple[str, ...] = ()
+    """In both, with another dtype, shape or number of parameters: left as it is."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.unfit)
+
+    def lists(self) -> dict[str, list[str]]:
+        """The three lists by their names."""
+        return {"missing": [*self.missing], "extra": [*self.extra], "unfit": [*self.unfit]}
+
+    def describe(self) -> str:
+        """The lists in one line, each cut where it is long."""
+        lists = (
+            ("saved but not in the live state", self.missing),
+            ("in the live state but not saved", self.extra),
+            ("different", self.unfit),
+        )
+        return "; ".join(f"{title}: {_listed(lines)}" for title, lines in lists if lines)
+
+
 class Findings:
     """What does not fit between a saved and a live state."""
 
@@ -63,29 +93,31 @@ class Findings:
         """Saved and not in the live state."""
         self.extra: list[str] = []
         """In the live state and not saved."""
+        self.unfit: list[str] = []
+        """In both, and of another dtype, shape or number of parameters."""
         self.different: list[str] = []
-        """In both, and not alike."""
+        """In both, and another thing: no mode takes that for the same."""
 
-    def check(self, rank: int) -> None:
-        """Raise one `StateError` that lists everything, if there is anything."""
-        parts = [
-            f"{title}: {_listed(lines)}"
-            for title, lines in (
-                ("saved but not in the live state", self.missing),
-                ("in the live state but not saved", self.extra),
-                ("different", self.different),
-            )
-            if lines
-        ]
-        if parts:
-            raise StateError(
-                f"rank {rank}: the saved and the live state do not match; nothing was changed. "
-                + "; ".join(parts)
-                + ". To begin anew, use another job= name, or `planaria clean --job NAME` first"
-            )
+    def check(self, rank: int, *, strict: bool) -> LeftOut:
+        """Raise one `StateError` that lists everything, if there is anything.
+
+        Not strict: only for what is different; the rest is returned.
+        """
+        left = LeftOut(
+            missing=tuple(self.missing), extra=tuple(self.extra), unfit=tuple(self.unfit)
+        )
+        if not self.different and (not strict or not left):
+            return left
+        everything = replace(left, unfit=(*self.unfit, *self.different))
+        raise StateError(
+            f"rank {rank}: the saved and the live state do not match; nothing was changed. "
+            f"{everything.describe()}. To begin anew, use another job= name, or "
+            "`planaria clean --job NAME` first"
+            + ("" if self.different else "; to load what fits, restore(strict=False)")
+        )
 
 
-def _listed(lines: list[str]) -> str:
+def _listed(lines: Sequence[str]) -> str:
     shown = ", ".join(lines[:_MAX_SHOWN])
     more = len(lines) - _MAX_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
@@ -99,10 +131,14 @@ class Loader:
         self._state = state
         self.findings = Findings()
         self.actions: list[Action] = []
+        self.late_actions: list[Action] = []
+        """Generators: what the others do may draw from them."""
         self.targets: list[Target] = []
+        self.left: dict[int, torch.Tensor] = {}
+        """Live tensors that get no saved values, by id: optimizers drop their saved state too."""
         self.decoder = Decoder(self)
         try:
-            self._meshes = LiveMeshes(live_tensors({**state}))
+            self.meshes = LiveMeshes(live_tensors({**state}))
         except Unsupported as fault:
             raise StateError(fault.describe()) from fault
 
@@ -112,17 +148,22 @@ class Loader:
         if not isinstance(facts, TensorFacts):
             return self._reader.plain(facts)
         local = self._reader.local(facts, facts.device)
-        return local if facts.spec is None else self._meshes.rebuild(local, facts.spec)
+        return local if facts.spec is None else self.meshes.rebuild(local, facts.spec)
 
     def load(self, node: Node) -> None:
-        """Compare the whole state; the root is strict in both directions."""
+        """Compare the whole state: the objects at its root, then each with its own."""
         if tag_of(node) != "dict":
             raise ImageError("shard image: the root of the tree is no dict")
         saved = dict(self.decoder.pairs(node))
-        self.findings.missing += [path_text([key]) for key in saved if key not in self._state]
-        self.findings.extra += [path_text([key]) for key in self._state if key not in saved]
+        self.findings.missing += [
+            path_text([key]) + _saved_kind(value)
+            for key, value in saved.items()
+            if key not in self._state
+        ]
         for key, live in self._state.items():
-            if key in saved:
+            if key not in saved:
+                self.leave(live, (key,))
+            else:
                 value = self.merge(live, saved[key], (key,))
                 if value is not live:
                     self.actions.append(partial(self._state.__setitem__, key, value))
@@ -142,9 +183,16 @@ class Loader:
             return self._mapping(live, node, keys)
         if tag in {"list", "tuple", "deque"}:
             return self._sequence(live, node, keys)
-        self._refuse_dropped(live, keys)
+        if self._has_live(live, keys):
+            return live
         value = self.decoder.decode(node)
         return self._refilled(live, value)
+
+    def leave(self, live: object, keys: Keys) -> None:
+        """Note something live that was not saved, and the tensors in it."""
+        kind = kind_of(live)
+        self.findings.extra.append(path_text(keys) + (f" ({kind})" if kind else ""))
+        self.left.update((id(value), value) for value in live_tensors(live))
 
     def tensor(self, live: torch.Tensor, node: Node, keys: Keys) -> torch.Tensor:
         """Plan the copy of a saved tensor into a live one."""
@@ -162,9 +210,12 @@ class Loader:
         if not isinstance(facts, TensorFacts):
             self.findings.different.append(f"{path} is a tensor and was not saved as one")
             return None
-        why = tensor_mismatch(live, facts)
-        if why is not None:
-            self.findings.different.append(f"{path} {why}")
+        mismatch = tensor_mismatch(live, facts)
+        if mismatch is not None:
+            why, tolerable = mismatch
+            noted = self.findings.unfit if tolerable else self.findings.different
+            noted.append(f"{path} {why}")
+            self.left[id(live)] = live
             return None
         self.targets.append((path, local_of(live), facts))
         return facts
@@ -176,7 +227,7 @@ class Loader:
     def _object(self, live: object, kind: str | None, node: Node, keys: Keys) -> object:
         path = path_text(keys)
         if tag_of(node) != "object":
-            self.findings.extra.append(f"{path} ({kind})")
+            self.leave(live, keys)
         elif len(node) != 3 or type(node[1]) is not str:
             raise ImageError("shard image: a damaged object node")
         elif kind is None:
@@ -193,14 +244,16 @@ class Loader:
         same = MAPPING_TAGS.get(type(live)) == node[0]
         if same:
             old = live  # type: ignore[assignment]
-        else:
-            self._refuse_dropped(live, keys)
+        elif self._has_live(live, keys):
+            return live
         made = empty_mapping(node)
         for key, value in self.decoder.pairs(node):
-            made[key] = self.merge(old.get(key, ABSENT), value, (*keys, key))
+            found = self.merge(old.get(key, ABSENT), value, (*keys, key))
+            if found is not ABSENT:
+                made[key] = found
         for key in old:
-            if key not in made:
-                self._refuse_dropped(old[key], (*keys, key))
+            if key not in made and self._has_live(old[key], (*keys, key)):
+                made[key] = old[key]
         if not same:
             return made
         self.actions.append(partial(_refill_mapping, old, made))
@@ -212,15 +265,18 @@ class Loader:
         old: list[Any] = []
         if type(live).__name__ == tag and isinstance(live, list | tuple | deque):
             old = list(live)
-        else:
-            self._refuse_dropped(live, keys)
+        elif self._has_live(live, keys):
+            return live
         made = []
         # A loop, since a comprehension would take a stack frame of its own per level.
         for index, item in enumerate(nodes):
             known = old[index] if index < len(old) else ABSENT
             made.append(self.merge(known, item, (*keys, index)))
-        for index in range(len(made), len(old)):
-            self._refuse_dropped(old[index], (*keys, index))
+        if any(item is ABSENT for item in made):
+            return live  # without that item the others would move up
+        tail = range(len(made), len(old))
+        if any([self._has_live(old[index], (*keys, index)) for index in tail]):  # noqa: C419 - all
+            made += old[len(made) :]
         if tag == "tuple":
             kept = len(made) == len(old) and all(map(_is, made, old))
             return live if kept and type(live) is tuple else tuple(made)
@@ -240,10 +296,16 @@ class Loader:
             return value
         return live
 
-    def _refuse_dropped(self, live: object, keys: Keys) -> None:
-        """A live tensor or state object that the saved state has no place for."""
-        if live is not ABSENT and holds_live(live):
-            self.findings.extra.append(path_text(keys))
+    def _has_live(self, live: object, keys: Keys) -> bool:
+        """Whether a live tensor or state object has no place in the saved state: it stays."""
+        found = live is not ABSENT and holds_live(live)
+        if found:
+            self.leave(live, keys)
+        return found
+
+
+def _saved_kind(node: Node) -> str:
+    return f" ({node[1]})" if tag_of(node) == "object" and len(node) == 3 else ""
 
 
 def _is(left: object, right: object) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -32,17 +32,24 @@ def copy_pieces(pieces: Sequence[Piece], keep: object) -> None:
 
     `keep` holds the memory alive until then. Pieces must not overlap one another's targets.
     """
-    threads = min(torch.get_num_threads(), _THREADS_MAX, len(pieces))
-    if threads < 2 or sum(nbytes for _, _, nbytes in pieces) < _SERIAL_BYTES:
-        _drain(iter(pieces), keep)
-        return
     shared = iter(pieces)
+    small = sum(nbytes for _, _, nbytes in pieces) < _SERIAL_BYTES
+    share(lambda: _drain(shared, keep), 1 if small else len(pieces))
+
+
+def share(drain: Callable[[], None], parts: int) -> None:
+    """Run `drain` here and in as many other threads as torch uses, at most `parts` in all.
+
+    It takes parts of the work from an iterator until none is left. Returns, or raises, when it has
+    returned in every thread.
+    """
+    threads = min(torch.get_num_threads(), _THREADS_MAX, parts)
     helpers: list[Future[None]] = []
     try:
         # At the interpreter's end no thread can be started: then this one does it all.
         with contextlib.suppress(RuntimeError):
-            helpers = [_executor().submit(_drain, shared, keep) for _ in range(threads - 1)]
-        _drain(shared, keep)
+            helpers = [_executor().submit(drain) for _ in range(threads - 1)]
+        drain()
     finally:
         for helper in helpers:
             helper.result()

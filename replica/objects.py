@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import nn, optim
 
 from replica.errors import StateError
 from replica.image import ImageError
+from replica.live import local_of
 from replica.random_states import check_numpy_position
 from replica.state import MODULE, OPTIMIZER, STATEFUL, module_state, set_generator_state
 from replica.torch_private import DTensor, is_stock_loader
-from replica.tree import MAPPING_START, Node, Unsupported, path_text
+from replica.tree import MAPPING_START, Node
 from replica.tree_reader import NO_VALUE, tag_of
+from replica.unsupported import Unsupported, path_text
+from replica.wrapped import plan_wrapped
 
 if TYPE_CHECKING:
     from replica.loading import Loader
 
 Keys = tuple[object, ...]
+
+LEFT = object()
+"""Stands for a value that does not fit and stays as it is."""
+
+_LIKE_PARAMETER = (
+    *(optim.Adam, optim.AdamW, optim.Adadelta, optim.Adagrad, optim.Adamax, optim.ASGD),
+    *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+)
+"""torch's optimizers whose state has, beside numbers, tensors of the parameter's own shape only."""
 
 
 def prepare_object(loader: Loader, kind: str, live: Any, node: Node, keys: Keys) -> None:
@@ -34,9 +46,37 @@ def prepare_object(loader: Loader, kind: str, live: Any, node: Node, keys: Keys)
         _prepare_optimizer(loader, live, node, keys)
     elif kind == STATEFUL:
         saved = _decoded(loader, node, keys)
-        loader.actions.append(partial(_hand_over, keys, partial(live.load_state_dict, saved)))
+        _compare_schedule(loader, live, saved, keys)
+        loader.actions.append(partial(_hand_over, keys, partial(_load_stateful, live, saved)))
     else:
         _prepare_generator(loader, live, node, keys)
+
+
+def _compare_schedule(loader: Loader, live: Any, saved: object, keys: Keys) -> None:
+    """Refuse the state of another kind of schedule, which torch's loader would mix into this one.
+
+    Keys that only one side has may have come with the first steps, so both must have some.
+    """
+    if isinstance(live, optim.lr_scheduler.LRScheduler) and isinstance(saved, dict):
+        here = live.state_dict()
+        gone = sorted(str(key) for key in saved if key not in here)
+        new = sorted(str(key) for key in here if key not in saved)
+        if gone and new:
+            loader.findings.different.append(
+                f"{path_text(keys)} saved by another kind of schedule, with {gone}, has {new}"
+            )
+
+
+def _load_stateful(live: Any, saved: object) -> None:
+    """Load, and have torchdata's loader make its iterator now.
+
+    It draws when it makes one. The run that saved had done so long before, so a draw after this
+    would come on top of the restored random states.
+    """
+    live.load_state_dict(saved)
+    names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(live).__mro__}
+    if ("torchdata", "StatefulDataLoader") in names:
+        live.state_dict()
 
 
 def _decoded(loader: Loader, node: Node, keys: Keys) -> Any:
@@ -66,23 +106,28 @@ def _prepare_module(loader: Loader, live: nn.Module, node: Node, keys: Keys) -> 
         raise StateError(f"{path_text(keys)}: {fault.describe()}") from fault
     saved = dict(loader.decoder.pairs(node))
     loader.findings.missing += [path_text((*keys, key)) for key in saved if key not in here]
-    loader.findings.extra += [path_text((*keys, key)) for key in here if key not in saved]
     filled: OrderedDict[str, Any] = OrderedDict()
     for key, value in here.items():
-        if key in saved:
-            filled[key] = _module_value(loader, value, saved[key], (*keys, key))
+        if key not in saved:
+            loader.leave(value, (*keys, key))
+            continue
+        found = _module_value(loader, value, saved[key], (*keys, key))
+        if found is not LEFT:
+            filled[key] = found
     # Modules read their own version there, to tell old states from new ones.
     filled._metadata = _versions(live)  # type: ignore[attr-defined]  # noqa: SLF001
-    load = partial(live.load_state_dict, filled, strict=True)
+    load = partial(live.load_state_dict, filled, strict=len(filled) == len(here))
     loader.actions.append(partial(_hand_over, keys, load))
 
 
 def _module_value(loader: Loader, live: object, node: Node, keys: Keys) -> object:
     if not isinstance(live, torch.Tensor):
         return loader.decoder.decode(node)
+    if plan_wrapped(loader, live, node, keys):
+        return LEFT  # to the copies into its inner tensors
     facts = loader.tensor_facts(live, node, keys)
     if facts is None:
-        return None
+        return LEFT
     local = loader.saved_local(facts)
     if not isinstance(live, DTensor):
         return local
@@ -101,17 +146,23 @@ def _versions(root: nn.Module) -> OrderedDict[str, dict[str, Any]]:
     return OrderedDict((name, {"version": module._version}) for name, module in named)  # noqa: SLF001
 
 
-def _prepare_optimizer(loader: Loader, live: torch.optim.Optimizer, node: Node, keys: Keys) -> None:
+def _prepare_optimizer(loader: Loader, live: optim.Optimizer, node: Node, keys: Keys) -> None:
+    path = path_text(keys)
     saved = _decoded(loader, node, keys)
     sizes = _group_sizes(saved)
     here = [len(group["params"]) for group in live.param_groups]
     if sizes is None and is_stock_loader(live):
-        loader.findings.different.append(f"{path_text(keys)} was not saved by such an optimizer")
-    elif sizes is not None and sizes != here:
-        loader.findings.different.append(
-            f"{path_text(keys)} saved with parameter groups of {sizes} parameters, has {here}"
+        loader.findings.different.append(f"{path} was not saved by such an optimizer")
+        return
+    if sizes is not None and sizes != here:
+        loader.findings.unfit.append(
+            f"{path} saved with parameter groups of {sizes} parameters, has {here}"
         )
-    loader.actions.append(partial(_hand_over, keys, partial(_load_optimizer, live, saved)))
+        return
+    if sizes is not None:
+        for number, param in _numbered(saved, live).items():
+            _compare_state(loader, live, param, saved["state"].get(number), f"{path} {number}")
+    loader.actions.append(partial(_hand_over, keys, partial(_load_optimizer, loader, live, saved)))
 
 
 def _group_sizes(saved: object) -> list[int] | None:
@@ -122,24 +173,72 @@ def _group_sizes(saved: object) -> list[int] | None:
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return None
     lists = [group.get("params") for group in groups]
-    return [len(params) for params in lists] if all(isinstance(p, list) for p in lists) else None
+    if not all(isinstance(params, list) and {*map(type, params)} <= {int} for params in lists):
+        return None
+    return [len(params) for params in lists]
 
 
-def _load_optimizer(live: torch.optim.Optimizer, saved: Any) -> None:
+def _numbered(saved: dict[str, Any], live: optim.Optimizer) -> dict[int, torch.Tensor]:
+    """Live parameters by the numbers under which their state was saved, as torch pairs them."""
+    pairs = zip(saved["param_groups"], live.param_groups, strict=True)
+    return {
+        number: param
+        for then, now in pairs
+        for number, param in zip(then["params"], now["params"], strict=True)
+    }
+
+
+def _compare_state(
+    loader: Loader, live: optim.Optimizer, param: torch.Tensor, values: object, path: str
+) -> None:
+    """Refuse state of another form than its parameter's: a step would use it without a word."""
+    alike = type(live) in _LIKE_PARAMETER
+    for key, value in values.items() if isinstance(values, dict) else ():
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            continue
+        name = f"{path} {key!r}"
+        if alike and value.shape != param.shape:
+            loader.findings.unfit.append(
+                f"{name} saved with shape {list(value.shape)}, its parameter has "
+                f"{list(param.shape)}"
+            )
+            loader.left[id(param)] = param
+        elif value.shape == param.shape or isinstance(value, DTensor):
+            why = _placed_otherwise(value, param, alike=alike)
+            if why is not None:
+                loader.findings.different.append(f"{name} {why}")
+
+
+def _placed_otherwise(value: torch.Tensor, param: torch.Tensor, *, alike: bool) -> str | None:
+    if not isinstance(param, DTensor):
+        return "saved as a DTensor, its parameter is none" if isinstance(value, DTensor) else None
+    if not isinstance(value, DTensor):
+        # A hand-written optimizer may keep local tensors.
+        return "saved as a plain tensor, its parameter is a DTensor" if alike else None
+    if value.shape != param.shape:
+        return None
+    then, now = ((one.device_mesh, one.placements) for one in (value, param))
+    return None if then == now else f"saved as {then}, its parameter is {now}"
+
+
+def _load_optimizer(loader: Loader, live: optim.Optimizer, saved: Any) -> None:
     """Load, then undo torch's casts.
 
     `Optimizer.load_state_dict` brings floating state to its parameter's dtype and device, so
-    moments kept in float32 beside bfloat16 parameters would lose bits at every restart.
+    moments kept in float32 beside bfloat16 parameters would lose bits at every restart. State of
+    parameters that a lenient restore left as they are is left out.
     """
-    live.load_state_dict(saved)
-    states = saved.get("state") if isinstance(saved, dict) else None
-    if not isinstance(states, Mapping):
+    if _group_sizes(saved) is None:
+        live.load_state_dict(saved)
         return
-    params = [param for group in live.param_groups for param in group["params"]]
+    params = _numbered(saved, live)
+    gone = {number for number, param in params.items() if id(param) in loader.left}
+    states = {number: values for number, values in saved["state"].items() if number not in gone}
+    live.load_state_dict({**saved, "state": states})
     stock = is_stock_loader(live)
-    for index, values in states.items():
-        if type(index) is int and 0 <= index < len(params) and isinstance(values, dict):
-            param = params[index]
+    for number, values in states.items():
+        if number in params and type(number) is int and isinstance(values, dict):
+            param = params[number]
             placed = {key: _beside(value, param) for key, value in values.items()}
             live.state[param] = placed if stock else _recast(live.state.get(param), placed)
 
@@ -152,14 +251,23 @@ def _beside(value: object, param: torch.Tensor) -> object:
 
 
 def _recast(loaded: Any, saved: dict[Any, Any]) -> Any:
-    """What a foreign loader made, with those tensors replaced whose dtype it changed."""
+    """What a foreign loader made, with those tensors replaced whose dtype alone it changed."""
     if not isinstance(loaded, dict):
         return loaded
     for key, value in saved.items():
         now = loaded.get(key)
         if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-            loaded[key] = now if now.dtype == value.dtype else value
+            loaded[key] = value if _only_cast(now, value) else now
     return loaded
+
+
+def _only_cast(now: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Whether `now` holds the saved values in another dtype and is no other tensor of the state."""
+    ours, theirs = local_of(saved), local_of(now)
+    if theirs.dtype == ours.dtype or theirs.shape != ours.shape or theirs.device != ours.device:
+        return False
+    cast = ours.to(theirs.dtype)
+    return bool(((cast == theirs) | (cast.isnan() & theirs.isnan())).all())
 
 
 def _prepare_generator(loader: Loader, live: object, node: Node, keys: Keys) -> None:
@@ -173,7 +281,7 @@ def _prepare_generator(loader: Loader, live: object, node: Node, keys: Keys) -> 
             f"{path_text(keys)} does not take the saved state: {fault}"
         )
         return
-    loader.actions.append(partial(set_generator_state, live, state))
+    loader.late_actions.append(partial(set_generator_state, live, state))
 
 
 def _scratch(live: Any) -> object:

@@ -41,7 +41,14 @@ log = logging.getLogger("planaria")
 TOUCHED_BYTES_PER_S_MIN = 200e6
 """Lowest rate at which a node is trusted to make its arenas before a deadline counts against it."""
 
-_SHARED_OPTIONS = ("redundancy", "interval_steps", "when_busy", "random_states", "timeout_s")
+_SHARED_OPTIONS = (
+    "redundancy",
+    "interval_steps",
+    "when_busy",
+    "random_states",
+    "timeout_s",
+    "background",
+)
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _RAISABLE = {
     kind.__name__: kind

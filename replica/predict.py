@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from replica.live import local_of
+from replica.scalars import only_scalars
 
 # Per tensor of optimizer state: its row in the tree, its member of the header, its step counter.
 _PER_TENSOR_BYTES = 256
@@ -18,10 +19,11 @@ _PER_TENSOR_BYTES = 256
 
 def predicted_state_bytes(state: MutableMapping[str, object]) -> int:
     """Bytes that optimizers with empty state will add to the image."""
-    return sum(_optimizer_bytes(found) for found in _optimizers(dict(state), set()))
+    return sum(_optimizer_bytes(found) for found in optimizers_of(dict(state), set()))
 
 
-def _optimizers(value: object, seen: set[int]) -> Iterator[torch.optim.Optimizer]:
+def optimizers_of(value: object, seen: set[int]) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers of a state; `seen` has the ids of what was looked through."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -29,10 +31,10 @@ def _optimizers(value: object, seen: set[int]) -> Iterator[torch.optim.Optimizer
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _optimizers(item, seen)
-    elif isinstance(value, list | tuple):
+            yield from optimizers_of(item, seen)
+    elif isinstance(value, list | tuple) and not only_scalars(value):
         for item in value:
-            yield from _optimizers(item, seen)
+            yield from optimizers_of(item, seen)
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

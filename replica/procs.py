@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _GONE_STATES = {"Z", "X", "x"}
+_trainer = 0
+"""Pid of the trainer that this background process works for; 0: this is no such process."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,33 @@ def identify(pid: int) -> Process | None:
     """Return the identity of the process that has this pid now; None if it is gone or a zombie."""
     if pid <= 0:
         return None
+    fields = _stat(pid)
+    return None if not fields or fields[0] in _GONE_STATES else Process(pid, int(fields[19]))
+
+
+def whom_it_works_for(process: Process, trainer: Process) -> Process:
+    """Return ``trainer`` if ``process`` is a child of it, its background process, else itself."""
+    return trainer if process.alive and _parent_of(process.pid) == trainer.pid else process
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel says of a process, from its state on; nothing when it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return None
+        return []
     # The command's name stands in brackets and may itself contain brackets and blanks.
-    fields = text[text.rindex(")") + 2 :].split()
-    return None if fields[0] in _GONE_STATES else Process(pid, int(fields[19]))
+    return text[text.rindex(")") + 2 :].split()
+
+
+def _parent_of(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
 
 
 def myself() -> Process:
-    """Return the identity of the calling process."""
-    me = identify(os.getpid())
+    """Return the identity of the calling process, or of the trainer that it works for."""
+    me = identify(_trainer or os.getpid())
     if me is None:
         raise ProcessLookupError(
             "this process is not in /proc: is another pid namespace mounted there?"
@@ -53,9 +70,18 @@ def myself() -> Process:
     return me
 
 
+def work_for(trainer: int) -> None:
+    """Say that this process works for its parent, the trainer of this pid, and ends with it.
+
+    From then on the trainer is who this process is to others: whoever ends it ends both.
+    """
+    global _trainer  # noqa: PLW0603 - one per process, for as long as it lives
+    _trainer = trainer
+
+
 def my_parent() -> Process | None:
-    """Return the identity of the parent; None where it lives outside this pid namespace."""
-    return identify(os.getppid())
+    """Return the identity of the trainer's parent; None where it is outside this pid namespace."""
+    return identify(_parent_of(_trainer) if _trainer else os.getppid())
 
 
 def my_agent(environ: Mapping[str, str]) -> Process | None:

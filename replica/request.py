@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from recovery.manifest import Generation
 from replica.arena import Slot
+from replica.source import Captured
 from replica.ticket import Ticket
 
 log = logging.getLogger("planaria")
@@ -24,9 +25,15 @@ class Request:
     admission_key: str
     ticket: Ticket
     slot: Slot | None
-    shard_bytes: int
+    captured: Captured | None
+    """What was captured into the slot, of which some may still be copied."""
     copy_s: float
     refusal: str = ""
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the image in the slot."""
+        return self.captured.nbytes if self.captured is not None else 0
 
 
 @dataclass

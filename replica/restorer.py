@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +19,26 @@ from replica.job import Job
 from replica.regrown import Regrown, own_copy, target_slot
 from replica.runner import Handlers
 from replica.scrub import damaged_slots
-from replica.snapshot import LoadPlan, Snapshot
+from replica.source import Prepared, StateSource
 from replica.transport import Bytes
 
 log = logging.getLogger("planaria")
+
+_VARYING = re.compile(r"/\S+|\w*\d\w*|\b[0-9a-f]{8,}\b", re.IGNORECASE)
+"""Paths, words with a digit in them (numbers, addresses, temporary names), hexadecimal runs."""
+
+
+def masked(error: str) -> str:
+    """The text of an error without what differs from one time to the next."""
+    return _VARYING.sub("#", error)
 
 
 class Restorer:
     """Carries out Move, Load and NoteFailure of one restore, in the training thread."""
 
-    def __init__(self, job: Job, snapshot: Snapshot) -> None:
+    def __init__(self, job: Job, snapshot: StateSource) -> None:
         self._job, self._snapshot = job, snapshot
-        self._prepared: LoadPlan | None = None
+        self._prepared: Prepared | None = None
         self.load_error: Exception | None = None
         self.regrown: Regrown | None = None
         self.received_bytes = 0
@@ -108,7 +117,7 @@ class Restorer:
         ours = isinstance(error, PlanariaError)
         return MoveResult(error=str(error) if ours else f"{type(error).__name__}: {error}")
 
-    def _prepare(self, shard: Bytes, generation: str) -> LoadPlan:
+    def _prepare(self, shard: Bytes, generation: str) -> Prepared:
         prepared = self._snapshot.prepare(shard)
         if (prepared.header.generation, prepared.header.owner) != (generation, self._job.rank):
             raise PlanariaError(
@@ -131,7 +140,7 @@ class Restorer:
 
     def _note(self, action: NoteFailure) -> None:
         """Count identical failures: after two the next restore steps back (P19)."""
-        cause = digest(action.error.encode()).hex()
+        cause = digest(masked(action.error).encode()).hex()
         counts = {(gen, error): count for gen, error, count in self._job.arena.head.attempts}
         key = (action.generation.id, cause)
         counts[key] = counts.get(key, 0) + 1

@@ -15,7 +15,7 @@ from recovery.commit import Connect, Exchange, ExchangeResult, Incoming, Settle
 from recovery.layout import Fragment
 from recovery.ledger import Ledger
 from recovery.manifest import Generation, SlotRecord
-from recovery.slots import HELD, held_slot
+from recovery.slots import HELD, OWN, held_slot
 from replica.arena import Slot
 from replica.encode import EncodePass, ParityRing
 from replica.errors import ArenaError
@@ -82,10 +82,23 @@ class Saver:
         for peer in sorted(work.open_peers):
             self._job.links.break_off(peer)
 
+    def close_arena(self) -> None:
+        """Close the arena, at the end of the background thread, once no receive is under way.
+
+        There is no deadline: whoever opens it next would write where a late receive does too.
+        """
+        with self._returned:
+            while not self.idle:
+                self._returned.wait(POLL_MAX_S)
+        self._job.arena.close()
+
     @property
     def idle(self) -> bool:
-        """No receive into any slot is under way, so the arena may be given up."""
-        return not any(slot.busy for slot in self._job.arena.slots.values())
+        """Nothing that was begun still writes into a slot, so the arena may be given up."""
+        return not self._busy(HELD, OWN)
+
+    def _busy(self, *kinds: str) -> bool:
+        return any(slot.busy and slot.kind in kinds for slot in self._job.arena.slots.values())
 
     def _left_s(self, work: SaveWork) -> float:
         return self._seconds_to(work.deadline_s)
@@ -121,7 +134,7 @@ class Saver:
         """
         while self._left_s(work) > 0:
             with self._returned:
-                if self._returned.wait_for(lambda: self.idle, POLL_MAX_S):
+                if self._returned.wait_for(lambda: not self._busy(HELD), POLL_MAX_S):
                     return
             if self._decided(work):
                 return

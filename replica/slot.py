@@ -25,6 +25,7 @@ from recovery.slots import HELD, OWN, SlotFacts
 from replica.errors import ArenaError, ArenaFull
 from replica.folder import Folder
 from replica.frames import FrameFile
+from replica.pinned import Mapping
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -55,10 +56,18 @@ class Slot:
     """
 
     def __init__(
-        self, *, number: int, kind: str, data: npt.NDArray[np.uint8], records: FrameFile
+        self,
+        *,
+        number: int,
+        kind: str,
+        data: npt.NDArray[np.uint8],
+        records: FrameFile,
+        key: tuple[int, int],
     ) -> None:
         self.number = number
         self.kind = kind
+        self.key = key
+        """Device and inode of the data's file: names it whatever has its name now."""
         self.capacity = data.size
         self._holds = 0
         self._lock = threading.Lock()
@@ -82,16 +91,16 @@ class Slot:
 
     @property
     def busy(self) -> bool:
-        """A receive into it has not returned, so nobody may reuse or unmap it (P22)."""
+        """A receive or a late copy into it has not ended, so nobody may reuse or unmap it (P22)."""
         return self._holds > 0
 
     def hold(self) -> None:
-        """A receive into it begins; ``let_go`` ends it."""
+        """A receive or a late copy into it begins; ``let_go`` ends it."""
         with self._lock:
             self._holds += 1
 
     def let_go(self) -> None:
-        """One receive into it has returned."""
+        """One of them has ended."""
         with self._lock:
             self._holds -= 1
 
@@ -130,6 +139,12 @@ class Slot:
             raise ArenaError(f"slot {self.number} was dropped or its arena closed")
         self._records.write(b"")
         self.record = None
+
+    def in_place(self, folder: Folder) -> bool:
+        """Whether its files still have their names: without them nobody adopts the slot."""
+        return folder.has(data_name(self.number, self.kind), self.key) and folder.leads_to(
+            record_name(self.number), self._records.descriptor
+        )
 
     def release(self) -> None:
         """Let go of memory and descriptors; for the arena only."""
@@ -181,7 +196,7 @@ def map_file(descriptor: int, nbytes: int, *, write: bool) -> npt.NDArray[np.uin
     if nbytes == 0:
         return np.empty(0, np.uint8)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-    return np.frombuffer(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, protection), np.uint8)
+    return np.frombuffer(Mapping(descriptor, nbytes, mmap.MAP_SHARED, protection), np.uint8)
 
 
 def create_slot(
@@ -199,7 +214,7 @@ def create_slot(
         _check_room(folder, needed_bytes)
         record_file = FrameFile.create(folder, unfinished[1], record_bytes)
         try:
-            mapped = _allocate(folder, unfinished[0], nbytes)
+            mapped, key = _allocate(folder, unfinished[0], nbytes)
             record_file.write(b"")
             folder.rename(unfinished[1], records)
             folder.rename(unfinished[0], data)
@@ -212,23 +227,25 @@ def create_slot(
         if isinstance(error, OSError):
             raise as_arena_error(error, folder.path, needed_bytes) from error
         raise
-    return Slot(number=number, kind=kind, data=mapped, records=record_file)
+    return Slot(number=number, kind=kind, data=mapped, records=record_file, key=key)
 
 
-def _allocate(folder: Folder, name: str, nbytes: int) -> npt.NDArray[np.uint8]:
+def _allocate(
+    folder: Folder, name: str, nbytes: int
+) -> tuple[npt.NDArray[np.uint8], tuple[int, int]]:
     descriptor = folder.file(name, create=True)
     try:
         # Reserve before mapping: a touch of a page that tmpfs cannot give is a SIGBUS, this is an
         # OSError.
         for offset in range(0, nbytes, _PIECE_BYTES):
             os.posix_fallocate(descriptor, offset, min(_PIECE_BYTES, nbytes - offset))
-        data = map_file(descriptor, nbytes, write=True)
+        data, info = map_file(descriptor, nbytes, write=True), os.fstat(descriptor)
     finally:
         os.close(descriptor)
     # The first touch of a page costs several warm copies of it: paid here and never by a save.
     for offset in range(0, nbytes, _PIECE_BYTES):
         data[offset : offset + _PIECE_BYTES : mmap.PAGESIZE] = 0
-    return data
+    return data, (info.st_dev, info.st_ino)
 
 
 def _check_room(folder: Folder, nbytes: int) -> None:
@@ -269,7 +286,8 @@ def adopt_slot(folder: Folder, number: int, kind: str, job: str) -> Slot | None:
     finally:
         os.close(descriptor)
     records = _adopt_record_file(folder, number, data.size)
-    slot = Slot(number=number, kind=kind, data=data, records=records)
+    key = (info.st_dev, info.st_ino)
+    slot = Slot(number=number, kind=kind, data=data, records=records, key=key)
     slot.record = read_record(records, data.size, job)
     return slot
 
@@ -283,9 +301,10 @@ def _adopt_record_file(folder: Folder, number: int, capacity: int) -> FrameFile:
     except FileNotFoundError:
         log.warning("%s/%s has no record and counts as lost", folder.path, record_name(number))
     else:
-        if records.frame_bytes >= record_capacity(0, CHUNK_BYTES):
+        problem = _cut_short(records, capacity)
+        if not problem:
             return records
-        log.warning("%s is cut short and counts as lost", records.path)
+        log.warning("%s", problem)
         records.close()
     records = FrameFile.create(folder, record_name(number), record_capacity(capacity, CHUNK_BYTES))
     records.write(b"")
@@ -306,11 +325,16 @@ def judge_record(
     """Return the valid record in a record file, else None and why not, "" when it is empty.
 
     A record of another format version is named; one of another job, or longer than the slot, is
-    damaged.
+    damaged. So is a file that lost its end: its newer frame is not where it was, and the older one
+    may be empty.
     """
+    problem = _cut_short(records, capacity)
+    if problem:
+        return None, problem
     raw = records.read()
     if raw == b"":
-        return None, ""
+        lost = f"{records.path} has lost one of its two frames and counts as lost"
+        return None, lost if records.maimed() else ""
     try:
         record = decode_record(raw or b"")
         if record.length > capacity:
@@ -323,6 +347,17 @@ def judge_record(
     except ManifestError as error:
         return None, f"{records.path} is not valid and counts as lost: {error}"
     return record, ""
+
+
+def _cut_short(records: FrameFile, capacity: int) -> str:
+    """Say that a record file has less room than was made for a slot of that size, else ""."""
+    room, needed = records.payload_bytes_max, record_capacity(capacity, CHUNK_BYTES)
+    if room >= needed:
+        return ""
+    return (
+        f"{records.path} is cut short and counts as lost: "
+        f"it has room for a record of {max(0, room)} bytes, expected {needed}"
+    )
 
 
 def remove_slot_files(folder: Folder, number: int, kind: str) -> None:

@@ -13,14 +13,14 @@ from recovery.slots import OWN
 from recovery.tree import GatherFailed, dump, merge_texts, texts_from
 from replica.arena import Slot
 from replica.driver import Driver
-from replica.errors import PeerError, StateError, StoreError
+from replica.errors import ArenaError, PeerError, StateError, StoreError
 from replica.fault_points import reach
 from replica.image import ShardHeader
 from replica.job import Job
 from replica.regrown import take_free_own_slot
 from replica.request import Request
 from replica.runner import Runner
-from replica.snapshot import NeedCapacity, Snapshot
+from replica.source import Captured, NeedCapacity, StateSource
 from replica.ticket import Ticket
 
 log = logging.getLogger("planaria")
@@ -29,7 +29,7 @@ log = logging.getLogger("planaria")
 class Stager:
     """For the training thread only. ``last``: ticket of the newest step that was not skipped."""
 
-    def __init__(self, job: Job, driver: Driver, snapshot: Snapshot) -> None:
+    def __init__(self, job: Job, driver: Driver, snapshot: StateSource) -> None:
         self._job, self._driver, self._snapshot = job, driver, snapshot
         self._sequence = self._restores = self._plans = 0
         self._planned = False
@@ -63,7 +63,8 @@ class Stager:
 
     def _plan_error(self) -> StateError | None:
         try:
-            self._snapshot.plan(self._job.rank)
+            options = self._job.config.options
+            self._snapshot.plan(self._job.rank, self_check=options.self_check)
         except StateError as error:
             return error
         except Exception as error:  # noqa: BLE001 - a user's state_dict may raise anything
@@ -140,7 +141,7 @@ class Stager:
                 admission_key=self._admission_key(generation.step),
                 ticket=ticket,
                 slot=None,
-                shard_bytes=0,
+                captured=None,
                 copy_s=0.0,
                 refusal=reason,
             )
@@ -149,7 +150,7 @@ class Stager:
     def _give_up(self, generation: Generation, ticket: Ticket, reason: str) -> None:
         """The others took a step that this rank cannot take: abort it at once (P2)."""
         ticket.fail(reason)
-        self._driver.note_keys(
+        self._driver.keys.note(
             self._sequence, self._admission_key(generation.step), decision_key(generation)
         )
         try:
@@ -161,14 +162,17 @@ class Stager:
     def _stage(self, generation: Generation, ticket: Ticket) -> Request:
         reach("save.stage")
         started_s = self._job.clock.now_s()
-        slot, nbytes, refusal = None, 0, ""
+        slot, captured, refusal = None, None, ""
         try:
-            slot, nbytes = self._copy(generation)
-            sent_bytes = self._job.layout.redundancy.n * nbytes
+            slot, captured = self._copy(generation)
+            sent_bytes = self._job.layout.redundancy.n * captured.nbytes
             ticket.limit_s = self._job.config.options.timeout_s + self._job.moving_timeout_s(
                 sent_bytes
             )
-            ticket.advance("staged")
+            if captured.late_bytes:
+                ticket.limit_s += self._job.moving_timeout_s(captured.late_bytes)
+            else:
+                ticket.advance("staged")
         # A user's state_dict may raise anything; all ranks hear it.
         except Exception as error:
             log.warning("step %d cannot be staged", generation.step, exc_info=True)
@@ -179,12 +183,12 @@ class Stager:
             admission_key=self._admission_key(generation.step),
             ticket=ticket,
             slot=slot,
-            shard_bytes=nbytes,
+            captured=captured,
             copy_s=self._job.clock.now_s() - started_s,
             refusal=refusal,
         )
 
-    def _copy(self, generation: Generation) -> tuple[Slot, int]:
+    def _copy(self, generation: Generation) -> tuple[Slot, Captured]:
         job = self._job
         header = ShardHeader(
             job=job.name,
@@ -197,21 +201,30 @@ class Stager:
         slot = self._take_slot()
         try:
             try:
-                return slot, self._snapshot.capture_into(slot.data, header)
+                captured = self._snapshot.begin_capture(slot.data, header)
             except NeedCapacity as need:
                 # The state has grown (P8): only this slot, which is not base, makes room.
                 self._snapshot.forget_buffers()
                 job.arena.drop(slot)
                 slot = job.arena.allocate(need.capacity_bytes, OWN, taken=True)
-                return slot, self._snapshot.capture_into(slot.data, header)
+                captured = self._snapshot.begin_capture(slot.data, header)
+            # Until the last late byte is in place nobody else uses it, whatever becomes of the step
+            # (P22).
+            slot.hold()
+            captured.start(slot.let_go)
         except BaseException:
             slot.taken = False
             raise
+        return slot, captured
 
     def _take_slot(self) -> Slot:
         """Taken until the save's outcome is known: a mend must not write where it is staged."""
+        if self._job.arena.lost:
+            raise ArenaError(self._job.arena.lost)
         slot = take_free_own_slot(self._job, self._driver.read(), 0)
         if slot is not None:
             return slot
+        # What it replaces is unmapped only when no view of it is left.
+        self._snapshot.forget_buffers()
         nbytes = self._snapshot.estimate_bytes(self._job.rank)
         return self._job.arena.allocate(nbytes, OWN, taken=True)

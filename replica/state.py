@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from replica.torch_private import (
     state_dict_hooks,
     unsharded_groups,
 )
-from replica.tree import Encoder, Node, Unsupported
+from replica.tree import Encoder, Node
+from replica.unsupported import Unsupported
+from replica.wrapped import with_wrappers
 
 EXTRA_STATE_KEY = "_extra_state"
 
@@ -37,25 +40,37 @@ GENERATORS: dict[type, str] = {
     random.Random: "random.Random",
 }
 
+Live = Callable[[object], tuple[str, object] | None]
+"""Gives the kind of a state object and its current state, None for anything else."""
+
 _Found = dict[str, object]
 _Sharded = dict[tuple[int, str], nn.Parameter]
 
 
 def capture_state(
-    state: Mapping[str, object], *, random_states: bool, outline: bool = False
+    state: Mapping[str, object],
+    *,
+    random_states: bool,
+    live: Live,
+    seen: list[object] | None = None,
 ) -> tuple[Node, Node, LeafList]:
     """Walk the state: its node, the node of the random states (None without), the leaves.
 
     The nodes hold copies of all Python values, the leaves references to the live tensors and
-    arrays. An `outline` leaves out what loaders and their like would say, because asking them
-    before the first step may start workers or draw numbers. Raises `Unsupported` with the key path.
+    arrays. `live` says the state of objects: `live_state` or what asks it. `seen` takes what the
+    objects said of themselves, in the order of the walk, and the random states. Raises
+    `Unsupported` with the key path.
     """
     leaves = LeafList()
-    node = Encoder(leaves, _outline_state if outline else live_state).encode({**state})
+    asked = live if seen is None else partial(_noted, seen, live)
+    node = Encoder(leaves, asked).encode({**state})
     random_node: Node = None
     if random_states:
         # Last, because a loader's state_dict may draw from them.
-        random_node = Encoder(leaves, live_state).encode(capture_random_states())
+        found = capture_random_states()
+        random_node = Encoder(leaves, live_state).encode(found)
+        if seen is not None:
+            seen.append(found)
     return node, random_node, leaves
 
 
@@ -81,13 +96,24 @@ def live_state(value: object) -> tuple[str, object] | None:
             raise Unsupported(value, "which has state_dict but no load_state_dict")
         return None
     if kind == MODULE:
-        return kind, module_state(value)  # type: ignore[arg-type]
+        return kind, with_wrappers(module_state(value))  # type: ignore[arg-type]
     if kind in {OPTIMIZER, STATEFUL}:
         return kind, value.state_dict()  # type: ignore[attr-defined]
     return kind, generator_state(value)
 
 
-def _outline_state(value: object) -> tuple[str, object] | None:
+def _noted(seen: list[object], asked: Live, value: object) -> tuple[str, object] | None:
+    found = asked(value)
+    if found is not None:
+        seen.append(found[1])
+    return found
+
+
+def outline_state(value: object) -> tuple[str, object] | None:
+    """As `live_state`, but for loaders and their like, which are not asked.
+
+    Asking them before the first step may start workers or draw numbers.
+    """
     if kind_of(value) == STATEFUL and not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return STATEFUL, None
     return live_state(value)
@@ -132,14 +158,14 @@ def _collect(module: nn.Module, prefix: str, found: _Found, sharded: _Sharded) -
     """The steps of `nn.Module.state_dict`."""
     if isinstance(module, FullyShardedDataParallel):
         raise Unsupported(module, "whose parameters FSDP1 flattens; use fully_shard (FSDP2)")
-    if type(module).state_dict is not nn.Module.state_dict:
+    if _overrides(module, "state_dict"):
         _refuse_unsharded(module.modules(), sharded)
         found.update(module.state_dict(prefix=prefix, keep_vars=True))
         return found
     before, after = state_dict_hooks(module)
     for hook in before:
         hook(module, prefix, True)
-    if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:  # noqa: SLF001
+    if not _overrides(module, "_save_to_state_dict"):
         _collect_own(module, prefix, found, sharded)
     else:
         _refuse_unsharded([module], sharded)
@@ -154,17 +180,30 @@ def _collect(module: nn.Module, prefix: str, found: _Found, sharded: _Sharded) -
     return found
 
 
+def _overrides(module: nn.Module, name: str) -> bool:
+    """Whether a module's class, or the module itself, has a method of its own."""
+    return getattr(type(module), name) is not getattr(nn.Module, name) or name in vars(module)
+
+
 def _collect_own(module: nn.Module, prefix: str, found: _Found, sharded: _Sharded) -> None:
     for name, param in module._parameters.items():  # noqa: SLF001
         if param is not None:
             own = sharded.get((id(module), name), param) if sharded else param
-            found[prefix + name] = own
+            _put(found, prefix + name, own)
     hidden = module._non_persistent_buffers_set  # noqa: SLF001
     for name, buffer in module._buffers.items():  # noqa: SLF001
         if buffer is not None and name not in hidden:
-            found[prefix + name] = buffer
+            _put(found, prefix + name, buffer)
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         found[prefix + EXTRA_STATE_KEY] = module.get_extra_state()
+
+
+def _put(found: _Found, key: str, value: torch.Tensor) -> None:
+    if found.get(key, value) is not value:
+        fault = Unsupported(value, "and another tensor of the module has the same key: rename one")
+        fault.keys.append(key)
+        raise fault
+    found[key] = value
 
 
 def _refuse_unsharded(modules: Iterable[nn.Module], sharded: _Sharded) -> None:

@@ -54,11 +54,14 @@ class TorchStore:
     """A torch.distributed store reached by a connection of its own.
 
     ``connect`` makes a new client; it is called again after a failure, so a store that comes back
-    is used again.
+    is used again. ``place`` says who serves it, for errors; "" where that is not known.
     """
 
-    def __init__(self, connect: Callable[[], Client], prefix: str = "planaria") -> None:
+    def __init__(
+        self, connect: Callable[[], Client], prefix: str = "planaria", place: str = ""
+    ) -> None:
         self._connect = connect
+        self.place = place
         self._prefix = prefix
         self._client: Client | None = None
 
@@ -82,7 +85,7 @@ class TorchStore:
         self._run(lambda client: client.delete_key(key))
 
     def clone(self, prefix: str) -> TorchStore:
-        return TorchStore(self._connect, f"{self._prefix}/{prefix}")
+        return TorchStore(self._connect, f"{self._prefix}/{prefix}", self.place)
 
     def _run(self, call: Callable[[Client], T]) -> T:
         try:
@@ -92,7 +95,13 @@ class TorchStore:
         except RuntimeError as error:
             # All of torch's store errors are RuntimeErrors; a broken client never heals: drop it.
             self._client = None
-            raise StoreError(f"the key-value store did not answer: {error}") from error
+            text = f"the key-value store did not answer{said(self.place)}: {error}"
+            raise StoreError(text) from error
+
+
+def said(place: str) -> str:
+    """The place of a store as a clause of an error, "" where it is not known."""
+    return f" ({place})" if place else ""
 
 
 class MemoryStore:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from replica.errors import ConfigError, SaveFailed
 
@@ -26,6 +28,7 @@ class Ticket:
         self._stage = -1
         self._failed = False
         self._changed = threading.Condition()
+        self._tell: Callable[[Ticket], None] | None = None
 
     def __repr__(self) -> str:
         with self._changed:
@@ -70,12 +73,42 @@ class Ticket:
         with self._changed:
             self._stage = max(self._stage, STAGES.index(stage))
             self._changed.notify_all()
+        self._told()
 
     def fail(self, reason: str) -> None:
         """For the driver: the save is given up."""
         with self._changed:
             self._failed, self.reason = True, reason
             self._changed.notify_all()
+        self._told()
+
+    def watch(self, tell: Callable[[Ticket], None]) -> None:
+        """Have ``tell`` called now and after every change, in whichever thread makes it."""
+        self._tell = tell
+        tell(self)
+
+    def facts(self) -> dict[str, Any]:
+        """All that it says, in plain values, for a copy of it in another process."""
+        with self._changed:
+            names = ("step", "skipped", "reason", "limit_s")
+            return {name: getattr(self, name) for name in names} | {
+                "stage": self._stage,
+                "failed": self._failed,
+            }
+
+    def follow(self, facts: Mapping[str, Any]) -> None:
+        """Become what ``facts`` of the original say; older ones change nothing."""
+        with self._changed:
+            if self._over():
+                return
+            self.skipped, self._failed = facts["skipped"] is True, facts["failed"] is True
+            self.reason, self.limit_s = str(facts["reason"]), float(facts["limit_s"])
+            self._stage = min(max(self._stage, int(facts["stage"])), len(STAGES) - 1)
+            self._changed.notify_all()
+
+    def _told(self) -> None:
+        if self._tell is not None:
+            self._tell(self)
 
     def _over(self) -> bool:
         return self.skipped or self._failed or self._stage == len(STAGES) - 1

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from replica.at_exit import THREAD_PREFIX
 from replica.errors import ConfigError, StoreError
-from replica.store import Client, Store, TorchStore
+from replica.store import Client, Store, TorchStore, said
 
 T = TypeVar("T")
 
@@ -32,6 +32,7 @@ class TimedStore:
 
     def __init__(self, store: Store, timeout_s: float) -> None:
         self._store, self._timeout_s = store, timeout_s
+        self._said = said(getattr(store, "place", ""))
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._overdue: _Call | None = None
         self._thread: threading.Thread | None = None
@@ -67,7 +68,9 @@ class TimedStore:
 
     def _ask(self, work: Callable[[], T]) -> T:
         if self._overdue is not None and not self._overdue.done.is_set():
-            raise StoreError("the key-value store has not answered an earlier request yet")
+            raise StoreError(
+                f"the key-value store has not answered an earlier request yet{self._said}"
+            )
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._loop, name=f"{THREAD_PREFIX}store", daemon=True
@@ -77,7 +80,9 @@ class TimedStore:
         self._queue.put(call)
         if not call.done.wait(self._timeout_s):
             self._overdue = call
-            raise StoreError(f"the key-value store did not answer within {self._timeout_s} s")
+            raise StoreError(
+                f"the key-value store did not answer within {self._timeout_s} s{self._said}"
+            )
         if call.error is not None:
             raise call.error
         result: T = call.result

@@ -2,7 +2,8 @@
 
 FSDP2 has no public way to read the sharded parameters of a module that is unsharded at the moment:
 `state_dict()` reshards it, which would change the live state. DTensor's public `to_local()` builds
-an autograd node and costs ten times as much as its attribute.
+an autograd node and costs ten times as much as its attribute. DTensor's random tracker is public by
+its names and not by its module.
 """
 # ruff: noqa: SLF001
 
@@ -13,16 +14,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor import _random as dtensor_random
 except ImportError as fault:
     raise ImportError(
-        f"planaria reads sharded parameters through torch's FSDPParamGroup, which torch "
-        f"{torch.__version__} does not have at the known place; "
+        f"planaria reads sharded parameters and DTensor's random tracker through torch's own "
+        f"modules, which torch {torch.__version__} does not have at the known places; "
         "install a torch version that planaria's metadata allows"
     ) from fault
 
@@ -30,11 +33,18 @@ __all__ = [
     "DTensor",
     "FSDPModule",
     "FullyShardedDataParallel",
+    "foreign_hooks",
+    "in_backward",
+    "in_compiled_code",
     "is_stock_loader",
+    "is_stock_saver",
     "local_and_spec",
     "neg_view",
+    "rng_region",
+    "set_rng_region",
     "sharded_parameters",
     "state_dict_hooks",
+    "unreduced_gradients",
     "unsharded_groups",
 ]
 
@@ -45,15 +55,24 @@ def _probe() -> None:
         (FSDPModule, "_get_fsdp_state"),
         (FSDPParamGroup, "is_sharded"),
         (FSDPParam, "sharded_param"),
+        (FSDPParam, "unsharded_accumulated_grad"),
+        (FSDPParam, "_unsharded_param"),
+        (dtensor_random, "_rng_tracker"),
+        (dtensor_random, "manual_seed"),
+        (dtensor_random.OffsetBasedRNGTracker, "distribute_region_enabled"),
         (ParamModuleInfo, "shared_param_names"),
         (DTensor, "_local_tensor"),
         (DTensor, "_spec"),
         (torch, "_neg_view"),
+        (torch.Tensor, "_post_accumulate_grad_hooks"),
+        (torch._C._dynamo.eval_frame, "get_eval_frame_callback"),
         (nn.Module(), "_state_dict_hooks"),
         (nn.Module(), "_state_dict_pre_hooks"),
         (nn.Module(), "_non_persistent_buffers_set"),
         (torch.optim.Optimizer, "_optimizer_load_state_dict_pre_hooks"),
         (torch.optim.Optimizer, "_optimizer_load_state_dict_post_hooks"),
+        (torch.optim.Optimizer, "_optimizer_state_dict_pre_hooks"),
+        (torch.optim.Optimizer, "_optimizer_state_dict_post_hooks"),
     ]
     missing = [
         f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
@@ -109,12 +128,25 @@ def state_dict_hooks(
     module: nn.Module,
 ) -> tuple[list[Callable[..., None]], list[Callable[..., Any]]]:
     """What others hooked before and after this module's `state_dict`; FSDP2's own left out."""
-    before = [
-        hook
-        for hook in module._state_dict_pre_hooks.values()
-        if getattr(hook, "__module__", None) != FSDPParamGroup.__module__
-    ]
+    before = foreign_hooks(module._state_dict_pre_hooks.values())
     return before, list(module._state_dict_hooks.values())
+
+
+def foreign_hooks(hooks: Iterable[Callable[..., None]]) -> list[Callable[..., None]]:
+    """Those that are not FSDP2's own."""
+    own = FSDPParamGroup.__module__
+    return [hook for hook in hooks if getattr(hook, "__module__", None) != own]
+
+
+def is_stock_saver(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `state_dict` is torch's own, with nobody hooked into it."""
+    own = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+    return (
+        own
+        and not optimizer._optimizer_state_dict_pre_hooks
+        and not optimizer._optimizer_state_dict_post_hooks
+        and "state_dict" not in vars(optimizer)
+    )
 
 
 def is_stock_loader(optimizer: torch.optim.Optimizer) -> bool:
@@ -125,3 +157,63 @@ def is_stock_loader(optimizer: torch.optim.Optimizer) -> bool:
     ]
     own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
     return own and not any(hooks) and "load_state_dict" not in vars(optimizer)
+
+
+def rng_region() -> bool | None:
+    """Whether DTensor's random tracker spreads a draw over the ranks; None without a tracker."""
+    tracker = dtensor_random._rng_tracker
+    return None if tracker is None else bool(tracker.distribute_region_enabled)
+
+
+def set_rng_region(mesh: DeviceMesh | None, *, enabled: bool) -> bool:
+    """Give DTensor's random tracker its setting; make one on `mesh` if there is none.
+
+    A tracker that the first draw makes begins with a broadcast of rank 0's random state; this one
+    does not. Making one seeds torch's generators, so their states are set after it. False: there
+    is no tracker and no mesh to make it on.
+    """
+    if dtensor_random._rng_tracker is None:
+        if mesh is None:
+            return False
+        dtensor_random.manual_seed(0, mesh)
+    tracker = dtensor_random._rng_tracker
+    if tracker is not None:
+        tracker.distribute_region_enabled = enabled
+    return tracker is not None
+
+
+def unreduced_gradients(module: nn.Module) -> bool:
+    """Whether FSDP2 keeps gradients of this module's own parameters that it has not reduced yet."""
+    if not isinstance(module, FSDPModule):
+        return False
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for param in group.fsdp_params[:2]:  # those of a group are reduced together
+            whole = getattr(param, "_unsharded_param", None)
+            if param.unsharded_accumulated_grad is not None:
+                return True
+            if whole is not None and whole.grad is not None:
+                return True
+    return False
+
+
+def in_backward(param: torch.Tensor) -> bool:
+    """Whether something is hooked to a parameter's gradient that may step in backward."""
+    return bool(param._post_accumulate_grad_hooks) or hasattr(param, "_in_backward_optimizers")
+
+
+def in_compiled_code() -> bool:
+    """Whether the caller runs inside of what `torch.compile` made, between two of its graphs too.
+
+    While it is being traced `torch.compiler.is_compiling` says so, and nothing else does.
+    """
+    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+# Without this the compiler would try to trace it, and warn that it cannot.
+torch._C._dynamo.eval_frame.set_code_exec_strategy(
+    in_compiled_code.__code__,
+    torch._C._dynamo.eval_frame._FrameExecStrategy(
+        torch._C._dynamo.eval_frame._FrameAction.SKIP,
+        torch._C._dynamo.eval_frame._FrameAction.DEFAULT,
+    ),
+)

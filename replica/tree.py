@@ -2,46 +2,51 @@
 
 JSON's null, booleans, strings, ints of 64 bits and finite floats stand for themselves. Everything
 else is a list that begins with its tag: `["tuple", 1, 2]`, `["dict", key, value, key, value]`,
-`["leaf", 7]`. Tensors, numpy arrays and long byte strings are leaves: their bytes lie in entries of
-the image, and the tree only numbers them.
+`["leaf", 7]`. Tensors, numpy arrays, long byte strings, very long texts and very long lists of
+numbers are leaves: their bytes lie in entries of the image, and the tree only numbers them.
 
-Supported: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict,
-Counter, defaultdict (of a built-in type), set, frozenset, deque, slice, range, Decimal, datetime,
-date, time, timedelta, timezone, PosixPath and the PurePath classes, numpy scalars and arrays
-without objects, torch.Size, torch.dtype, torch.device and tensors. A subclass of these is refused:
-it could not come back as itself. So is a named tuple, a dataclass and an enum member.
+What is supported is listed in `docs/state.md`, made from the tables here.
+A subclass of a supported type is refused: it could not come back as itself.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import json
-import math
-import struct
 from base64 import b64encode
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from decimal import Decimal
-from pathlib import PosixPath, PurePosixPath, PureWindowsPath
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from replica.dtypes import dtype_name
-from replica.image import MAX_TREE_BYTES
+from replica.image import MAX_NODES, MAX_TREE_BYTES
 from replica.jsontext import count_nodes
+from replica.scalars import SCALARS, fits, numpy_node, text_node
+from replica.unsupported import Unsupported, advice, path_text
+from replica.wrapped import Wrapped
 
 Node = Any
 """What `json` reads and writes: None, bool, int, float, str or a list of nodes."""
 
 MAX_DEPTH = 250
-MAX_NODES = 1 << 23
-INLINE_BYTES = 4096
+INLINE_BYTES = 1 << 12
 """Longer byte strings become leaves."""
+INLINE_CHARS = 1 << 20
+"""Longer texts do."""
+INLINE_NUMBERS = 1 << 18
+"""So do longer lists and tuples of ints or of floats."""
+_GROWTH_BYTES = 1 << 19
+"""Leaves of texts and numbers grow in such steps, so that a growing one rarely changes the plan."""
 
-FACTORIES = {kind.__name__: kind for kind in (int, float, complex, bool, str, list, dict, set)}
-PATHS = {kind.__name__: kind for kind in (PosixPath, PurePosixPath, PureWindowsPath)}
+FACTORIES = {
+    kind.__name__: kind
+    for kind in (
+        *(int, float, complex, bool, str, bytes, bytearray, list, tuple, dict, set, frozenset),
+        *(OrderedDict, Counter, deque),
+    )
+}
 MAPPING_TAGS: dict[type, str] = {
     dict: "dict",
     OrderedDict: "odict",
@@ -52,39 +57,9 @@ MAPPING_START = {"dict": 1, "odict": 1, "counter": 1, "defaultdict": 2}
 """Tags of mappings, with the position of their first key."""
 SEQUENCE_START = {"list": 1, "tuple": 1, "set": 1, "frozenset": 1, "deque": 2}
 """Tags of sequences and sets, with the position of their first item."""
-
-
-class Unsupported(Exception):
-    """A value that cannot be carried. `keys` grows outward while the error passes containers."""
-
-    def __init__(self, value: object, why: str) -> None:
-        super().__init__(why)
-        self.value = value
-        self.why = why
-        self.keys: list[object] = []
-
-    def describe(self) -> str:
-        """Key path, type and reason in one clause."""
-        return f"{path_text(reversed(self.keys))} is a {type_text(self.value)}, {self.why}"
-
-
-def type_text(value: object) -> str:
-    """Qualified name of a value's type."""
-    kind = type(value)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else (f"{kind.__module__}.{kind.__qualname__}")
-    )
-
-
-def path_text(keys: Iterable[object]) -> str:
-    """Key path as the user would write it: `state['a']['b'][3]`."""
-    shown = []
-    for key in keys:
-        text = repr(key)
-        shown.append(f"[{text if len(text) <= 80 else text[:77] + '...'}]")
-    return "state" + "".join(shown)
+NUMBERS: dict[type, np.dtype[Any]] = {int: np.dtype("<i8"), float: np.dtype("<f8")}
+"""Of what a long list of Python numbers makes an array."""
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class Leaves(Protocol):
@@ -106,12 +81,15 @@ class Encoder:
         self.leaves = leaves
         self._live: Callable[[object], tuple[str, object] | None] | None = live
         self._open: set[int] = set()
+        self.bare = ""
+        """Why no tensor and no object may be here: "which cannot be in a set"; or empty."""
 
     def encode(self, value: object) -> Node:
         """Node of one value; `Unsupported` names what cannot be carried."""
         kind = type(value)
-        if kind is str or kind is bool or value is None:
-            return value
+        scalar = SCALARS.get(kind)
+        if scalar is not None:
+            return scalar(value)
         handler = _ENCODERS.get(kind)
         if handler is not None:
             return handler(self, value)
@@ -119,22 +97,38 @@ class Encoder:
 
     def _other(self, value: object) -> Node:
         if isinstance(value, torch.Tensor):
+            if self.bare:
+                raise Unsupported(value, self.bare)
             return ["leaf", self.leaves.tensor(value)]
         if isinstance(value, np.generic):
-            return _encode_scalar(value)
-        found = self._live(value) if self._live is not None else None
+            return numpy_node(value)
+        found = self._state_of(value)
         if found is None:
-            raise Unsupported(
-                value,
-                "which is not one of the supported types: tensors, arrays, plain values, "
-                "containers of them, and objects with state_dict and load_state_dict",
-            )
+            why = self.bare if hasattr(value, "state_dict") else ""
+            raise Unsupported(value, why or advice(value, PLAIN_TYPES))
         kind, state = found
-        # Inside the state of an object no further object can be told where to load itself.
+        return ["object", kind, self.inner(state)]
+
+    def inner(self, state: object) -> Node:
+        """Node of an object's state, or of a part of it.
+
+        Inside of it no further object can be told where to load itself.
+        """
         live, self._live = self._live, None
-        node = ["object", kind, self.encode(state)]
+        node = self.encode(state)
         self._live = live
         return node
+
+    def _state_of(self, value: object) -> tuple[str, object] | None:
+        if self._live is None or self.bare:
+            return None
+        try:
+            return self._live(value)
+        except Unsupported:
+            raise
+        except Exception as fault:
+            why = f"whose state could not be read: {type(fault).__name__}: {fault}"
+            raise Unsupported(value, why) from fault
 
     def open(self, value: object) -> None:
         """Note a container on the way down; refuse one that contains itself or lies too deep."""
@@ -150,16 +144,25 @@ class Encoder:
 
     def key(self, key: object) -> Node:
         """Node of a mapping's key: anything supported that holds no leaf and no object."""
-        live, self._live = self._live, None
+        bare, self.bare = self.bare, "which cannot be a key"
         node = self.encode(key)
-        self._live = live
-        if isinstance(key, torch.Tensor) or _has_leaf(node):
+        self.bare = bare
+        if _has_leaf(node):
             raise Unsupported(key, "which cannot be a key")
+        if not _equals_itself(key):
+            raise Unsupported(key, "which cannot be a key: it does not equal itself")
         return node
 
 
 def _has_leaf(node: Node) -> bool:
     return type(node) is list and (node[0] == "leaf" or any(map(_has_leaf, node)))
+
+
+def _equals_itself(key: Any) -> bool:
+    """Not so NaN: a restore would look for it in a live dict in vain."""
+    if isinstance(key, tuple | frozenset):
+        return all(map(_equals_itself, key))
+    return bool(key == key)  # noqa: PLR0124 - that is the question
 
 
 def _encode_pairs(encoder: Encoder, value: dict[Any, Any]) -> Node:
@@ -170,7 +173,7 @@ def _encode_pairs(encoder: Encoder, value: dict[Any, Any]) -> Node:
     key: object = None
     try:
         for key, item in value.items():
-            head.append(key if type(key) is str else encoder.key(key))
+            head.append(key if type(key) is str and key.isascii() else encoder.key(key))
             head.append(encoder.encode(item))
     except Unsupported as fault:
         fault.keys.append(key)
@@ -184,9 +187,18 @@ def _encode_items(encoder: Encoder, value: Any) -> Node:
     kind = type(value)
     head: list[Node] = [kind.__name__, value.maxlen] if kind is deque else [kind.__name__]
     # Sampler permutations are lists of millions of ints: no call per item for these.
-    if value and set(map(type, value)) == {int} and _fits(min(value)) and _fits(max(value)):
-        return [*head, *value]
+    found = set(map(type, value))
+    if len(found) == 1 and (number := found.pop()) in NUMBERS:
+        if number is int and not (fits(min(value)) and fits(max(value))):
+            pass
+        elif len(value) > INLINE_NUMBERS and kind in {list, tuple} and not encoder.bare:
+            return _encode_numbers(encoder, value, number)
+        elif number is int:
+            return [*head, *value]
     encoder.open(value)
+    bare = encoder.bare
+    if kind in {set, frozenset}:
+        encoder.bare = bare or "which cannot be in a set"
     index = 0
     try:
         for index, item in enumerate(value):  # noqa: B007 - the handler needs it
@@ -194,12 +206,17 @@ def _encode_items(encoder: Encoder, value: Any) -> Node:
     except Unsupported as fault:
         fault.keys.append(index)
         raise
+    encoder.bare = bare
     encoder.close(value)
     return head
 
 
-def _fits(value: int) -> bool:
-    return -(1 << 63) <= value < 1 << 63
+def _encode_numbers(encoder: Encoder, value: list[Any] | tuple[Any, ...], number: type) -> Node:
+    dtype, count = NUMBERS[number], len(value)
+    step = _GROWTH_BYTES // dtype.itemsize
+    room = np.zeros(-(-count // step) * step, dtype)
+    room[:count] = value
+    return ["numbers", type(value).__name__, count, ["leaf", encoder.leaves.array(room)]]
 
 
 def _factory_name(value: defaultdict[Any, Any]) -> str | None:
@@ -210,14 +227,12 @@ def _factory_name(value: defaultdict[Any, Any]) -> str | None:
     return name
 
 
-def _encode_int(_: Encoder, value: int) -> Node:
-    # Python's own parser refuses ints of more than 4300 digits; hexadecimal has no such limit.
-    return value if _fits(value) else ["int", hex(value)]
-
-
-def float_node(value: float) -> Node:
-    """A finite float as itself (repr round-trips); NaN with its payload and infinities by bits."""
-    return value if math.isfinite(value) else ["float", struct.pack(">d", value).hex()]
+def _encode_str(encoder: Encoder, value: str) -> Node:
+    if len(value) > INLINE_CHARS and not encoder.bare:
+        raw = value.encode("utf-8", "surrogatepass")
+        room = -(-len(raw) // _GROWTH_BYTES) * _GROWTH_BYTES
+        return ["str", len(raw), ["leaf", encoder.leaves.raw(raw.ljust(room, b"\0"))]]
+    return value if value.isascii() else text_node(value)
 
 
 def _encode_bytes(encoder: Encoder, value: bytes) -> Node:
@@ -230,63 +245,43 @@ def _encode_bytearray(encoder: Encoder, value: bytearray) -> Node:
     return ["bytearray", _encode_bytes(encoder, bytes(value))]
 
 
-def _encode_scalar(value: np.generic) -> Node:
-    # As an array: an empty np.str_ says that it has no bytes and gives four.
-    array = np.asarray(value)
-    return ["scalar", dtype_node(value, array.dtype), b64encode(array.tobytes()).decode()]
-
-
-def dtype_node(owner: object, dtype: np.dtype[Any]) -> Node:
-    """Describe a dtype as .npy files do; refuses one that holds objects."""
-    if dtype.hasobject or dtype.kind not in "biufcmMSUV":
-        raise Unsupported(owner, f"whose dtype {dtype} does not lie in its own bytes")
-    return _described(np.lib.format.dtype_to_descr(dtype))
-
-
-def _described(part: object) -> Node:
-    if isinstance(part, list):
-        return ["list", *map(_described, part)]
-    return ["tuple", *map(_described, part)] if isinstance(part, tuple) else part
-
-
 def _encode_slice(encoder: Encoder, value: slice) -> Node:
-    return ["slice", *(encoder.encode(part) for part in (value.start, value.stop, value.step))]
+    encoder.open(value)
+    bare, encoder.bare = encoder.bare, encoder.bare or "which cannot be in a slice"
+    head: list[Node] = ["slice"]
+    for part in (value.start, value.stop, value.step):
+        head.append(encoder.encode(part))  # noqa: PERF401 - no frame for a comprehension
+    encoder.bare = bare
+    encoder.close(value)
+    return head
 
 
-def _encode_datetime(_: Encoder, value: dt.datetime | dt.time) -> Node:
-    if value.tzinfo is not None and type(value.tzinfo) is not dt.timezone:
-        raise Unsupported(value, "whose time zone is not a datetime.timezone")
-    return [type(value).__name__, value.isoformat(), value.fold]
-
-
-def _encode_timezone(encoder: Encoder, value: dt.timezone) -> Node:
-    return ["timezone", encoder.encode(value.utcoffset(None))]
+def _encode_wrapped(encoder: Encoder, value: Wrapped) -> Node:
+    head: list[Node] = ["wrapped", value.kind, value.context, list(value.shape)]
+    encoder.open(value)
+    name = ""
+    try:
+        for name, part in value.parts.items():
+            head += [name, encoder.encode(part)]
+    except Unsupported as fault:
+        fault.keys.append(name)
+        raise
+    encoder.close(value)
+    return head
 
 
 _ENCODERS: dict[type, Callable[[Encoder, Any], Node]] = {
-    int: _encode_int,
-    float: lambda _, value: float_node(value),
-    complex: lambda _, value: ["complex", float_node(value.real), float_node(value.imag)],
+    str: _encode_str,
     bytes: _encode_bytes,
     bytearray: _encode_bytearray,
     **dict.fromkeys((list, tuple, set, frozenset, deque), _encode_items),
     **dict.fromkeys((dict, OrderedDict, Counter, defaultdict), _encode_pairs),
     slice: _encode_slice,
-    range: lambda encoder, v: ["range", *map(encoder.encode, (v.start, v.stop, v.step))],
-    Decimal: lambda _, value: ["decimal", str(value)],
-    dt.datetime: _encode_datetime,
-    dt.time: _encode_datetime,
-    dt.date: lambda _, value: ["date", value.isoformat()],
-    dt.timedelta: lambda _, v: ["timedelta", v.days, v.seconds, v.microseconds],
-    dt.timezone: _encode_timezone,
-    torch.Size: lambda _, value: ["size", *value],
-    torch.dtype: lambda _, value: ["dtype", dtype_name(value)],
-    torch.device: lambda _, value: ["device", str(value)],
     np.ndarray: lambda encoder, value: ["leaf", encoder.leaves.array(value)],
-    **{
-        kind: lambda _, value: ["path", type(value).__name__, str(value)] for kind in PATHS.values()
-    },
+    Wrapped: _encode_wrapped,
 }
+PLAIN_TYPES = tuple(kind for kind in (*SCALARS, *_ENCODERS) if kind is not Wrapped)
+"""Types whose values are carried, each as itself."""
 
 
 def tree_text(node: Node, tables: str) -> bytes:
@@ -294,15 +289,37 @@ def tree_text(node: Node, tables: str) -> bytes:
 
     Raises `ValueError` when the text is larger than the reader takes.
     """
-    root = json.dumps(node, separators=(",", ":"), allow_nan=False)
-    text = f'{{{tables},"root":{root}}}'.encode()
-    if len(text) > MAX_TREE_BYTES or count_nodes(text) > MAX_NODES:
+    text = joined_text(node_text(node), tables)
+    if not is_readable(text):
         raise ValueError(
-            f"its Python values take {len(text)} bytes and about {count_nodes(text)} values of "
-            f"JSON; at most {MAX_TREE_BYTES} and {MAX_NODES} are carried: "
-            "put long sequences of numbers into an array or a tensor"
+            f"its structure takes {len(text)} bytes and about {count_nodes(text)} values of JSON; "
+            f"at most {MAX_TREE_BYTES} and {MAX_NODES} are carried. {len(tables)} bytes of it "
+            f"describe tensors, and {_largest(node)}: put many small tensors into a few, and many "
+            "numbers into an array"
         )
     return text
+
+
+def node_text(node: Node) -> str:
+    """JSON of one node."""
+    return _JSON.encode(node)
+
+
+def joined_text(root: str, tables: str) -> bytes:
+    """The tree's JSON from its two parts, whatever its size."""
+    return f'{{{tables},"root":{root}}}'.encode()
+
+
+def is_readable(text: bytes) -> bool:
+    """Whether a tree is no larger than its reader takes."""
+    return len(text) <= MAX_TREE_BYTES and count_nodes(text) <= MAX_NODES
+
+
+def _largest(root: Node) -> str:
+    """Which value at the top of a state is the largest in the text."""
+    rows = [(len(json.dumps(value)), key) for key, value in pairs(root[1])]
+    size, key = max(rows, key=itemgetter(0), default=(0, ""))
+    return f"{path_text([key])} takes {size}"
 
 
 def pairs(node: Node) -> Iterator[tuple[Node, Node]]:
@@ -330,7 +347,8 @@ def leaf_names(node: Node, prefix: str = "") -> Iterator[tuple[int, str]]:
     elif tag in SEQUENCE_START:
         for index, item in enumerate(items(node)):
             yield from leaf_names(item, f"{prefix}.{index}" if prefix else str(index))
-    elif tag == "object":
-        yield from leaf_names(node[2], prefix)
-    elif tag in {"bytes", "bytearray"}:
-        yield from leaf_names(node[1], prefix)
+    elif tag in {"object", "bytes", "bytearray", "str", "numbers"}:
+        yield from leaf_names(node[-1], prefix)
+    elif tag == "wrapped":
+        for name, part in zip(node[4::2], node[5::2], strict=True):
+            yield from leaf_names(part, f"{prefix}.{name}")

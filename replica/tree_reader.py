@@ -8,7 +8,6 @@ checked against the image.
 from __future__ import annotations
 
 import datetime as dt
-import re
 import struct
 from base64 import b64decode
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -22,9 +21,17 @@ import torch
 from replica.dtypes import DTYPES
 from replica.errors import StateError
 from replica.image import ImageError
-from replica.tree import FACTORIES, MAPPING_START, MAX_DEPTH, PATHS, SEQUENCE_START, Node
+from replica.numpy_types import dtype_from
+from replica.scalars import PATHS
+from replica.tree import (
+    FACTORIES,
+    MAPPING_START,
+    MAX_DEPTH,
+    NUMBERS,
+    SEQUENCE_START,
+    Node,
+)
 
-_DTYPE_TEXT = re.compile(r"[<>|=][biufcmMSUV]\d{1,9}(\[\d*[a-zA-Z]{1,2}(/\d+)?\])?")
 _SLACK_LEVELS = 10
 """Nodes below the deepest container: a key that is a tuple, the parts of a slice."""
 NO_VALUE = (
@@ -129,28 +136,6 @@ def empty_mapping(node: Node) -> dict[Any, Any]:
     return kinds[node[0]]()
 
 
-def dtype_from(descr: Any) -> np.dtype[Any]:
-    """A numpy dtype from its description; `ImageError` for one that holds objects or is none."""
-    _check_descr(descr, 0)
-    dtype = np.lib.format.descr_to_dtype(descr)
-    if dtype.hasobject:
-        raise ImageError(f"shard image: numpy dtype {dtype} holds objects")
-    return dtype
-
-
-def _check_descr(part: object, depth: int) -> None:
-    if depth > 16:
-        raise ImageError("shard image: a numpy dtype nested too deeply")
-    if isinstance(part, list | tuple):
-        for inner in part:
-            _check_descr(inner, depth + 1)
-    elif isinstance(part, str):
-        if len(part) > 1 and part[0] in "<>|=" and not _DTYPE_TEXT.fullmatch(part):
-            raise ImageError(f"shard image: numpy dtype {part!r} is not supported")
-    elif type(part) is not int or not 0 <= part < 1 << 31:
-        raise ImageError("shard image: a numpy dtype with a part that is no text and no size")
-
-
 def _mapping(decoder: Decoder, node: Node) -> Any:
     check_mapping(node)
     made = empty_mapping(node)
@@ -180,6 +165,26 @@ def _bytes(decoder: Decoder, node: Node) -> bytes:
 def _bytearray(decoder: Decoder, node: Node) -> bytearray:
     (content,) = node[1:]
     return bytearray(_bytes(decoder, content))
+
+
+def _str(decoder: Decoder, node: Node) -> str:
+    if len(node) == 2:
+        return b64decode(node[1], validate=True).decode("utf-8", "surrogatepass")
+    size, content = node[1:]
+    found = decoder.decode(content)
+    if type(found) is not bytes or type(size) is not int or not 0 <= size <= len(found):
+        raise ImageError("shard image: a text longer than its bytes")
+    return found[:size].decode("utf-8", "surrogatepass")
+
+
+def _numbers(decoder: Decoder, node: Node) -> Any:
+    kind, count, content = node[1:]
+    found = decoder.decode(content)
+    if not isinstance(found, np.ndarray) or found.dtype not in NUMBERS.values() or found.ndim != 1:
+        raise ImageError("shard image: a list of numbers without an array of them")
+    if kind not in {"list", "tuple"} or type(count) is not int or not 0 <= count <= found.size:
+        raise ImageError("shard image: a list of more numbers than are there")
+    return _SEQUENCES[kind](found[:count].tolist())
 
 
 def _int(_: Decoder, node: Node) -> int:
@@ -219,19 +224,19 @@ def _size(_: Decoder, node: Node) -> torch.Size:
     return torch.Size(node[1:])
 
 
-def _datetime(_: Decoder, node: Node) -> dt.datetime:
-    text, fold = node[1:]
-    return dt.datetime.fromisoformat(text).replace(fold=fold)
+def _datetime(decoder: Decoder, node: Node) -> Any:
+    text, fold, *zone = node[1:]
+    kind: Any = {"datetime": dt.datetime, "time": dt.time}[node[0]]
+    found = kind.fromisoformat(text).replace(fold=fold)
+    if not zone:
+        return found
+    (named,) = map(decoder.decode, zone)
+    return found.replace(tzinfo=named)
 
 
-def _time(_: Decoder, node: Node) -> dt.time:
-    text, fold = node[1:]
-    return dt.time.fromisoformat(text).replace(fold=fold)
-
-
-def _path(_: Decoder, node: Node) -> Any:
+def _path(decoder: Decoder, node: Node) -> Any:
     name, text = node[1:]
-    return PATHS[name](text)
+    return PATHS[name](decoder.decode(text))
 
 
 def _one(make: Callable[[Any], Any]) -> Callable[[Decoder, Node], Any]:
@@ -250,6 +255,8 @@ _DECODERS: dict[str, Callable[[Decoder, Node], Any]] = {
     **dict.fromkeys(MAPPING_START, _mapping),
     **dict.fromkeys(SEQUENCE_START, _sequence),
     "leaf": _leaf,
+    "str": _str,
+    "numbers": _numbers,
     "bytes": _bytes,
     "bytearray": _bytearray,
     "int": _int,
@@ -261,9 +268,9 @@ _DECODERS: dict[str, Callable[[Decoder, Node], Any]] = {
     "timedelta": _many(dt.timedelta),
     "decimal": _one(Decimal),
     "date": _one(dt.date.fromisoformat),
-    "timezone": _one(dt.timezone),
+    "timezone": _many(dt.timezone),
     "datetime": _datetime,
-    "time": _time,
+    "time": _datetime,
     "size": _size,
     "dtype": _one(DTYPES.__getitem__),
     "device": _one(torch.device),

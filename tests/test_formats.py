@@ -32,7 +32,7 @@ from recovery.manifest import (
     encode_head,
     encode_record,
 )
-from replica import copies, image
+from replica import image, tables
 from replica.arena import read_arenas
 from replica.frames import FrameFile, decode_frame, encode_frame
 from replica.image import ShardHeader, read_image
@@ -98,7 +98,7 @@ def test_the_numbers_are_those_of_the_page():
     assert told == {
         "recovery.manifest.FORMAT_VERSION": str(manifest.FORMAT_VERSION),
         "replica.image.FORMAT": str(image.FORMAT),
-        "replica.copies.TABLE_FORMAT": str(copies.TABLE_FORMAT),
+        "replica.tables.TABLE_FORMAT": str(tables.TABLE_FORMAT),
     }
 
 

@@ -79,7 +79,7 @@ def held_steps() -> list[int]:
 
 
 def _steps(wanted: Callable[[Any], bool]) -> list[int]:
-    slots = HERE.checkpointer._job.arena.slots.values()
+    slots = HERE.checkpointer._engine.job.arena.slots.values()
     records = [slot.record for slot in slots if slot.record is not None]
     return sorted(record.generation.step for record in records if wanted(record))
 

@@ -223,6 +223,14 @@ def test_failures_count_when_identical_twice():
     """Two identical failed loads take a generation out; two different ones do not."""
     attempts = [("a" * 32, "e" * 32, 2), ("b" * 32, "e" * 32, 1), ("b" * 32, "f" * 32, 1)]
     assert failures_of(attempts) == ("a" * 32,)
+
+
+def test_four_failures_of_any_kind_are_too_many():
+    """Errors that say something else each time are counted together, per generation."""
+    often = [("a" * 32, f"{n:032x}", 1) for n in range(3)]
+    other = ("b" * 32, "1" * 32, 1)
+    assert failures_of([*often, other]) == ()
+    assert failures_of([*often, other, ("a" * 32, "f" * 32, 1)]) == ("a" * 32,)
     choice = choose(Inventory((hold(OLD, 0, WHOLE),), None, frozenset(["a" * 32])))
     assert choice.generation is None
     assert "failed to load identically 2 times" in choice.reason

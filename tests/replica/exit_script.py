@@ -9,48 +9,25 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
-import signal
 import sys
-import threading
 
 import torch
 import torch.distributed as dist
 
 import replica
-from replica.encode import EncodePass
-from replica.transports.gloo import GlooChannel
+from tests.replica import jobs
 from tests.replica.joining import join
 from tests.replica.tether import die_with_parent
 
 ASKED = json.loads(sys.argv[1])
-GO = threading.Event()
 
 
 def hold_saves() -> None:
-    """Keep the next save in flight until GO, which for a stuck one never comes."""
-    inner = EncodePass.run
-
-    def held(self: EncodePass) -> None:
-        GO.wait()
-        inner(self)
-
-    EncodePass.run = held
-    if not ASKED["stuck"]:
-        # Runs first of all at exit: the save goes on only once the script has ended.
-        atexit.register(GO.set)
-
-
-def freeze_in_a_send() -> None:
-    """Stand still with bulk bytes posted, as a peer that hangs."""
-    inner = GlooChannel.send
-
-    def send(self: GlooChannel, buffer: object) -> object:
-        pending = inner(self, buffer)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return pending
-
-    GlooChannel.send = send
+    """Keep the next save in flight until the script has ended."""
+    jobs.announce = lambda _: None
+    jobs.hold_saves()
+    # Runs first of all at exit.
+    atexit.register(jobs.let_saves_go)
 
 
 def run() -> None:
@@ -64,12 +41,14 @@ def run() -> None:
         node_id=f"node-{ASKED['rank']}",
         arena_dir=ASKED["arena_dir"],
         timeout_s=ASKED["timeout_s"],
+        background=ASKED["background"],
     )
+    jobs.set_mode(ASKED["background"])
     checkpointer.save(1).wait("committed", 60)
     if not ASKED["stuck"]:
         hold_saves()
     elif ASKED["rank"] == 1:
-        freeze_in_a_send()
+        jobs.freeze_in_a_send()
     state["weights"] += 2
     ticket = checkpointer.save(2)
     sys.stdout.write("done" if ticket.done else "in flight")
@@ -84,7 +63,7 @@ def end(checkpointer: replica.Checkpointer) -> None:
         with checkpointer:
             raise RuntimeError(ending)
     if ending == "close":
-        GO.set()
+        jobs.let_saves_go()
         checkpointer.close()
     elif ending == "destroy the group":
         dist.destroy_process_group()

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import replica
-from replica.encode import EncodePass
+from tests.replica import jobs
 from tests.replica.joining import join
 from tests.replica.tether import die_with_parent
 
@@ -95,27 +95,24 @@ def main(asked: dict) -> None:
         node_id=f"node-{asked['rank']}",
         arena_dir=asked["arena_dir"],
         timeout_s=30.0,
+        background=asked["background"],
     )
+    jobs.set_mode(asked["background"])
     checkpointer.save(1).wait("committed", 60)
-    gate, inner = threading.Event(), EncodePass.run
-
-    def held(self: EncodePass) -> None:
-        gate.wait(60)
-        inner(self)
-
-    EncodePass.run = held
+    jobs.announce = lambda _: None
+    jobs.hold_saves()
     step = 1
     for body in CHILDREN:
         step += 1
-        gate.clear()
+        jobs.hold_again()
         state["weights"].fill_(step)
         ticket = checkpointer.save(step)
         say(child=body.__name__, code=end_of(body, checkpointer), done=ticket.done)
-        gate.set()
+        jobs.let_saves_go()
         ticket.wait("committed", 60)
     for method, workers in (("fork", 2), ("spawn", 1)):
         step += 1
-        gate.clear()
+        jobs.hold_again()
         state["weights"].fill_(step)
         ticket = checkpointer.save(step)
         loader = DataLoader(
@@ -126,7 +123,7 @@ def main(asked: dict) -> None:
         )
         values = sorted(int(value) for batch in loader for value in batch)
         say(loader=method, right=values == [n * n for n in range(8)], done=ticket.done)
-        gate.set()
+        jobs.let_saves_go()
         ticket.wait("committed", 60)
     kept = [t.name for t in threading.enumerate() if not t.daemon]
     say(step=step, threads=kept, status=checkpointer.status()["committed_step"])

@@ -87,7 +87,7 @@ class Member:
     @property
     def job(self):
         """The open job: arena, links and stores of this rank."""
-        return self.ckpt._job
+        return self.ckpt._engine.job
 
     def train(self, step: int) -> None:
         """Give the state its value after ``step``, in place."""

@@ -27,7 +27,10 @@ from erasure.errors import PlanariaError
 from replica import fault_points
 from replica.demo.train import build, parse_options
 from replica.encode import EncodePass
+from replica.fetch import Fetcher
 from replica.transports.gloo import GlooChannel
+from tests.replica.alike import Alike
+from tests.replica.control import Control
 from tests.replica.pool import serve_store
 
 torch.set_num_threads(1)
@@ -66,6 +69,7 @@ class _Here:
         self.events = _Events()
         self.undo: list[Callable[[], None]] = []
         self.store: Any = None
+        self.mode = "thread"
         self.client: Any = None
         self.training: Any = None
 
@@ -108,6 +112,8 @@ def reset() -> str:
         with contextlib.suppress(PlanariaError):
             HERE.checkpointer._close(2.0, goodbye=False)
     leave()
+    for one in CONTROL:
+        one.forget()
     HERE.__init__()
     limit = time.monotonic() + 5.0
     for thread in threading.enumerate():
@@ -170,8 +176,16 @@ def state_is(owner: int, step: int) -> bool:
 # ---- the Checkpointer
 
 
+def set_mode(mode: str) -> None:
+    """Note where the work is done; a process that does it looks for its faults when it starts."""
+    HERE.mode = mode
+    if mode == "process":
+        control()
+
+
 def make(owner: int, step: int, elements: int = 4000, **options: Any) -> None:
     """Make a Checkpointer over the toy of ``owner`` at ``step``."""
+    set_mode(options.get("background", "thread"))
     HERE.state = toy(owner, step, elements)
     HERE.events = _Events()
     HERE.checkpointer = replica.Checkpointer(HERE.state, on_event=HERE.events.append, **options)
@@ -179,6 +193,7 @@ def make(owner: int, step: int, elements: int = 4000, **options: Any) -> None:
 
 def make_bare(elements: int, **options: Any) -> None:
     """Make a Checkpointer over one tensor of zeros."""
+    set_mode(options.get("background", "thread"))
     HERE.state = {"weights": torch.zeros(elements)}
     HERE.checkpointer = replica.Checkpointer(HERE.state, **options)
 
@@ -302,6 +317,7 @@ def build_training(seed: int) -> None:
 
 def make_for_training(**options: Any) -> None:
     """Make a Checkpointer over the training."""
+    set_mode(options.get("background", "thread"))
     HERE.events = _Events()
     state = HERE.training.state()
     HERE.checkpointer = replica.Checkpointer(state, on_event=HERE.events.append, **options)
@@ -322,6 +338,22 @@ def training_digest() -> str:
     return HERE.training.digest()
 
 
+def build_alike(seed: int) -> None:
+    """Build the training whose traces are compared."""
+    HERE.training = Alike(seed)
+
+
+def make_alike(**options: Any) -> None:
+    """Make a Checkpointer over it."""
+    set_mode(options.get("background", "thread"))
+    HERE.checkpointer = replica.Checkpointer(HERE.training.state, **options)
+
+
+def run_alike(first: int, last: int, kill_at: int = 0) -> list[dict[str, str]]:
+    """Run its steps, saved at each if there is a Checkpointer; their traces."""
+    return HERE.training.run(HERE.checkpointer, first, last, kill_at)
+
+
 # ---- faults
 
 
@@ -333,6 +365,7 @@ def set_environment(name: str, value: str) -> None:
 
 def pretend(module: str, name: str, value: Any) -> None:
     """Replace a constant of a module of ours."""
+    elsewhere("pretend", lasting=True, module=module, name=name, value=value)
     _patch(getattr(replica, module), name, value)
 
 
@@ -342,12 +375,42 @@ def _patch(owner: Any, name: str, value: Any) -> None:
     HERE.undo.append(lambda: setattr(owner, name, former))
 
 
+def strike(number: signal.Signals) -> None:
+    """Send a signal to this very thread: it must not go on while another one takes it."""
+    signal.pthread_kill(threading.get_ident(), number)
+
+
+CONTROL: list[Control] = []
+"""Of this worker; made when it is first needed."""
+
+
+def _heard(event: str) -> None:
+    announce(event)
+
+
+def elsewhere(job: str, /, *, lasting: bool = False, **args: Any) -> bool:
+    """Have a fault made in the background process, if the work is done there; whether it is."""
+    if HERE.mode == "thread":
+        return False
+    control().do(job, lasting=lasting, **args)
+    return True
+
+
+def control() -> Control:
+    """Return the line to background processes, which these look for from then on."""
+    if not CONTROL:
+        CONTROL.append(Control(_heard))
+    return CONTROL[0]
+
+
 def at(point: str, action: str) -> None:
     """At the first passage of ``point``: "kill" or "stop" this process by its own hand, or "raise".
 
     Points: ``key PREFIX``, just before a store key that starts so is set; ``send``, with bulk bytes
     just posted; ``encode``, before the shard is digested.
     """
+    if elsewhere("at", point=point, action=action):
+        return
     acts = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
     passed: list[bool] = []
 
@@ -358,7 +421,7 @@ def at(point: str, action: str) -> None:
         if action == "raise":
             raise replica.ArenaError("a fault made by the test")
         announce(f"{action} at {point}")
-        os.kill(os.getpid(), acts[action])
+        strike(acts[action])
 
     if point.startswith("key "):
         _wrap(replica.store.TorchStore, "set", lambda _, key, *__: key.startswith(point[4:]), act)
@@ -370,13 +433,14 @@ def at(point: str, action: str) -> None:
 
 def arm(point: str, action: str) -> None:
     """At the first passage of a fault point: "kill" or "stop" this process by its own hand."""
+    if elsewhere("arm", point=point, action=action):
+        return
     signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
     def fail(reached: str) -> None:
         if reached == point:
             fault_points.set_hook(None)
-            # To this very thread: it must not go on while another one takes the signal.
-            signal.pthread_kill(threading.get_ident(), signals[action])
+            strike(signals[action])
 
     fault_points.set_hook(fail)
     HERE.undo.append(lambda: fault_points.set_hook(None))
@@ -403,8 +467,28 @@ def _wrap(
     _patch(owner, name, wrapped)
 
 
+def stand_still(where: str, name: str, word: str) -> None:
+    """From now on this method of a class of ours says ``word``, and never comes back."""
+    if elsewhere("stand_still", where=where, name=name, word=word):
+        return
+
+    def method(*_: Any) -> None:
+        announce(word)
+        threading.Event().wait()
+
+    _patch({"Fetcher": Fetcher, "GlooChannel": GlooChannel}[where], name, method)
+
+
+def freeze_in_a_send() -> None:
+    """Stand still with bulk bytes posted, as a peer that hangs."""
+    if not elsewhere("freeze_in_a_send"):
+        _wrap(GlooChannel, "send", lambda *_: True, lambda: strike(signal.SIGSTOP), after=True)
+
+
 def hold_saves() -> None:
     """From now on saves stay in flight, staged and not sent, until they are let go."""
+    if elsewhere("hold_saves"):
+        return
     HERE.gate = threading.Event()
     inner = EncodePass.run
 
@@ -417,6 +501,13 @@ def hold_saves() -> None:
     HERE.undo.append(HERE.gate.set)
 
 
+def hold_again() -> None:
+    """Hold the next saves too, after some were let go."""
+    if not elsewhere("hold_again"):
+        HERE.gate.clear()
+
+
 def let_saves_go() -> None:
     """Let held saves go on."""
-    HERE.gate.set()
+    if not elsewhere("let_saves_go"):
+        HERE.gate.set()

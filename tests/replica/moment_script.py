@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 import replica
 from erasure.errors import PlanariaError
-from replica.fetch import Fetcher
-from replica.transports.gloo import GlooChannel
+from tests.replica import jobs
 from tests.replica.joining import join
 from tests.replica.tether import die_with_parent
 
@@ -52,21 +51,19 @@ def make() -> tuple[dict[str, torch.Tensor], replica.Checkpointer]:
         arena_dir=ASKED["arena_dir"],
         timeout_s=ASKED["timeout_s"],
         random_states=False,
+        background=ASKED["background"],
     )
+    jobs.set_mode(ASKED["background"])
     checkpointer.start()
     if ASKED["handler"] == "after":
         install_handler()
     return state, checkpointer
 
 
-def stand_still(owner: type, name: str) -> None:
+def stand_still(owner: str, name: str) -> None:
     """From now on this method says where the rank is, and never comes back."""
-
-    def method(*_: object) -> None:
-        say(at=ASKED["moment"])
-        NEVER.wait()
-
-    setattr(owner, name, method)
+    jobs.announce = lambda word: say(at=word)
+    jobs.stand_still(owner, name, ASKED["moment"])
 
 
 def come_to_the_moment(checkpointer: replica.Checkpointer, state: dict[str, torch.Tensor]) -> None:
@@ -74,11 +71,11 @@ def come_to_the_moment(checkpointer: replica.Checkpointer, state: dict[str, torc
     waits = ASKED["rank"] == ASKED["world"] - 1
     if ASKED["moment"] == "restoring":
         if waits:
-            stand_still(Fetcher, "run")
+            stand_still("Fetcher", "run")
         say(restored=checkpointer.restore())
     elif ASKED["moment"] == "saving":
         if waits:
-            stand_still(GlooChannel, "send")
+            stand_still("GlooChannel", "send")
         state["weights"] += 1
         ticket = checkpointer.save(ASKED["steps"] + 1)
         ticket.wait("committed", 60)

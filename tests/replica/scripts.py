@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.replica.control import background
 from tests.replica.pool import worker_environment
 
 DEADLINE_S = 120.0
@@ -23,6 +24,7 @@ class Scripts:
         """Start all ranks of one job; its processes by rank."""
         arena_dir.mkdir(exist_ok=True)
         facts = {"world": world, "arena_dir": str(arena_dir), "port": self._port}
+        facts["background"] = background()
         facts |= {"prefix": f"{arena_dir.name}-{len(self._started)}", "parent": os.getpid()} | asked
         path = str(Path(__file__).with_name(script))
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

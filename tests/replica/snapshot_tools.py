@@ -18,7 +18,8 @@ HEADER = ShardHeader(job="job", epoch=2, step=7, generation="ab" * 16, owner=1, 
 def image_of(state, *, random_states=False, header=HEADER):
     """Return uint8[shard_bytes], the image of a state without its pad."""
     snapshot = Snapshot(state, random_states=random_states)
-    buffer = np.full(snapshot.plan(header.owner).capacity_bytes, 0xEE, np.uint8)
+    plan = snapshot.plan(header.owner, self_check=True)
+    buffer = np.full(plan.capacity_bytes, 0xEE, np.uint8)
     return buffer[: snapshot.capture_into(buffer, header)]
 
 

@@ -286,7 +286,7 @@ def test_status_counts_and_says_what_may_be_lost(make):
         assert (status["committed_step"], status["may_lose_steps"], status["busy"]) == (3, 0, False)
         assert status["saves_committed"] == 1
         assert (status["saves_aborted"], status["saves_skipped"]) == (0, 0)
-        assert status["bytes_held"] == one._job.arena.bytes_allocated > 800
+        assert status["bytes_held"] == one._engine.job.arena.bytes_allocated > 800
         assert status["protection"] == 0
         assert status["restored_step"] is None
 
@@ -430,8 +430,8 @@ def test_node_and_arena_directory_come_from_the_environment(arena_dir, clean_env
     clean_env.setenv("PLANARIA_ARENA_DIR", str(arena_dir))
     with replica.Checkpointer({"x": 1}, job="job") as one:
         one.start()
-        assert one._job.arena.head.node_id == "from-env"
-        assert Path(one._job.arena.path).is_relative_to(arena_dir)
+        assert one._engine.job.arena.head.node_id == "from-env"
+        assert Path(one._engine.job.arena.path).is_relative_to(arena_dir)
 
 
 def test_ranks_with_unlike_options_are_refused_by_name(arena_dir):

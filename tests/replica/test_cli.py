@@ -239,6 +239,26 @@ def test_a_dry_run_lists_and_keeps(open_arena, arena_dir, capsys, choice):
     assert len(status(capsys, arena_dir)["arenas"]) == 3
 
 
+def test_clean_tells_programs_what_it_did(open_arena, arena_dir, capsys):
+    """With --json: one object, by whether arenas were removed, only listed, or left in use."""
+    living = open_arena(job="living").path
+    dead = open_arena(job="dead")
+    dead.close()
+
+    def told(*more):
+        code, out, err = run(capsys, "clean", "--json", "--arena-dir", arena_dir, *more)
+        return code, json.loads(out), err
+
+    listed = {"removed": [], "removable": [dead.path], "in_use": [living]}
+    code, report, err = told()
+    assert (code, report) == (1, listed)
+    assert "--all" in err
+    assert told("--dry-run") == (0, listed, "")
+    removed = {"removed": [dead.path], "removable": [], "in_use": []}
+    assert told("--job", "dead") == (0, removed, "")
+    assert told("--all") == (0, {"removed": [], "removable": [], "in_use": [living]}, "")
+
+
 def test_clean_removes_one_dead_job(open_arena, arena_dir, capsys):
     """Of two dead jobs and a living one the named dead one goes."""
     gone = open_arena(job="gone")
@@ -305,7 +325,7 @@ def test_the_next_start_removes_what_nobody_will_use(children, open_arena, arena
         ["status", "--nonsense"],
         ["status", "extra"],
         ["status", "--job"],
-        ["clean", "--json"],
+        ["clean", "--nonsense"],
         ["verify", "--all"],
         ["clean", "--dry-run=yes"],
     ],

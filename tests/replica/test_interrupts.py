@@ -15,9 +15,9 @@ import pytest
 
 from replica.arena import Arena, read_arenas
 from replica.at_exit import THREAD_PREFIX
-from replica.checkpointer import Checkpointer
 from replica.driver import Driver
 from replica.encode import EncodePass
+from replica.engine import Engine
 from replica.fetch import Fetcher
 from replica.snapshot import LoadPlan, Snapshot
 from replica.staging import Stager
@@ -108,8 +108,8 @@ SAVE = [
     (Driver, "admit", True),
     (Stager, "_copy", False),
     (Stager, "_take_slot", True),
-    (Snapshot, "capture_into", False),
-    (Snapshot, "capture_into", True),
+    (Snapshot, "begin_capture", False),
+    (Snapshot, "begin_capture", True),
     (Driver, "submit", False),
     (Driver, "submit", True),
 ]
@@ -206,7 +206,7 @@ def test_in_the_middle_of_loading(arena_dir, strike):
 CLOSE = [
     (Driver, "wait_decided"),
     (Driver, "stop"),
-    (Checkpointer, "_say_goodbye"),
+    (Engine, "_say_goodbye"),
     (TimedStore, "close"),
 ]
 

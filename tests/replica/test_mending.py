@@ -162,7 +162,7 @@ def test_a_save_that_comes_during_a_mend_is_staged_at_once_and_commits(arena_dir
 
 def wait_mending(me):
     """Wait until this rank is in a mend."""
-    driver = me.ckpt._driver
+    driver = me.ckpt._engine.driver
     with driver._changed:
         assert driver._changed.wait_for(lambda: bool(driver._mending), MENDED_S)
 
@@ -222,8 +222,8 @@ def test_a_rank_that_is_not_in_the_mend_ends_it_for_its_save(arena_dir):
         blocked.set()
         together.wait()
         if me.rank == 0:
-            me.ckpt._driver._idle.mender.agenda.call("the test wants one")
-            me.ckpt._driver.look()
+            me.ckpt._engine.driver._idle.mender.agenda.call("the test wants one")
+            me.ckpt._engine.driver.look()
         if me.rank != 3:
             wait_mending(me)
         together.wait()
@@ -269,13 +269,13 @@ def test_a_better_protected_older_step_is_kept_until_the_restored_one_is_mended(
             assert "is kept until the restored step is protected" in ticket.reason
         assert places(me, 1) == wanted(me)
         together.wait()
-        inner = me.ckpt._driver.wait_ready
+        inner = me.ckpt._engine.driver.wait_ready
 
         def wait_ready(timeout_s):
             go.set()
             return inner(timeout_s)
 
-        me.ckpt._driver.wait_ready = wait_ready
+        me.ckpt._engine.driver.wait_ready = wait_ready
         me.train(5)
         ticket = me.ckpt.save(5, when_busy="wait")
         ticket.wait("committed", COMMIT_S)
@@ -494,7 +494,7 @@ def test_another_redundancy_makes_no_second_kind_of_the_old_step(arena_dir):
         me.restore()
         # Three fragments and three whole copies: one loss more is survived, as copies:1 would.
         assert (me.ckpt.status()["protected"], me.ckpt.status()["protection"]) == ("full", 1)
-        mender = me.ckpt._driver._idle.mender
+        mender = me.ckpt._engine.driver._idle.mender
         assert (mender.agenda.due, mender.wanted()) == ("it was restored", "")
         kinds = {s.record.k for s in me.job.arena.slots.values() if s.record is not None}
         assert kinds <= {2}

@@ -467,7 +467,7 @@ def test_a_frozen_store_holds_the_training_thread_no_longer_than_the_deadline(ar
         faults.clear()
         while (ticket := saved(me, 4)).skipped:
             me.job.clock.pause(0.01)
-            me.ckpt._stager.last = None
+            me.ckpt._engine.stager.last = None
         ticket.wait("committed", COMMIT_S)
         return first_s
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from replica.arena import read_arenas
+from tests.replica.control import background
 from tests.replica.pool import worker_environment
 
 pytestmark = pytest.mark.real
@@ -41,7 +42,7 @@ class Scripts:
         """Start all ranks of one job; its processes by rank."""
         asked = {"ending": ending, "world": world, "arena_dir": str(arena_dir), "stuck": stuck}
         asked |= {"prefix": arena_dir.name, "timeout_s": 2.0 if stuck else 30.0}
-        asked |= {"port": self._real.port, "parent": os.getpid()}
+        asked |= {"port": self._real.port, "parent": os.getpid(), "background": background()}
         arena_dir.mkdir(exist_ok=True)
         started = []
         for rank in range(world):

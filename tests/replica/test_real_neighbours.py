@@ -7,6 +7,7 @@ import signal
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 
 from replica.arena import read_arenas
@@ -70,9 +71,10 @@ def test_lives_that_were_killed_leave_what_one_life_uses(real):
 
 
 def listening(pid):
-    """Return the TCP ports on which a process listens, as the kernel lists them."""
+    """Return the TCP ports on which a process or a child of it listens, by the kernel's list."""
     inodes = set()
-    for path in Path(f"/proc/{pid}/fd").iterdir():
+    pids = [pid, *(child.pid for child in psutil.Process(pid).children())]
+    for path in (path for one in pids for path in Path(f"/proc/{one}/fd").iterdir()):
         target = str(path.readlink())
         if target.startswith("socket:["):
             inodes.add(target[8:-1])

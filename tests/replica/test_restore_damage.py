@@ -212,7 +212,7 @@ def test_a_source_that_vanishes_before_it_serves_is_replaced(trained):
     def restore(me):
         me.ckpt.start()
         if me.rank == 0:  # node b keeps fragment 0 of owner 0
-            report = me.ckpt._job.arena.slots
+            report = me.ckpt._engine.job.arena.slots
             (slot,) = [s for s in report.values() if s.record and wanted(s.record)]
             slot.data[3] ^= 1
         return me.restore()

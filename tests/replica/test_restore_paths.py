@@ -363,7 +363,7 @@ def test_nothing_that_was_loaded_is_a_view_of_the_arena(arena_dir):
     model, optim = make()
     with replica.Checkpointer({"model": model, "optim": optim}, **options) as ckpt:
         assert ckpt.restore() == 2
-        held = ckpt._job.arena.slots.values()
+        held = ckpt._engine.job.arena.slots.values()
         before = [digest(slot.data) for slot in held]
         for _ in range(3):
             step(model, optim)

@@ -235,8 +235,8 @@ def test_damage_beyond_mending_is_told_and_does_not_stop_saves(arena_dir):
 def lose_live(me, owner, fragment, step):
     """Withdraw a live slot, as if it had never been there, and call for a mend."""
     live_slot(me, owner, fragment, step).invalidate()
-    me.ckpt._driver._idle.mender.agenda.call("the test took a slot away")
-    me.ckpt._driver.look()
+    me.ckpt._engine.driver._idle.mender.agenda.call("the test took a slot away")
+    me.ckpt._engine.driver.look()
 
 
 def test_a_mend_finds_out_that_what_it_spreads_is_rotten(arena_dir):

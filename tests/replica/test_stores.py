@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from replica.errors import ConfigError, StoreError
+from replica.group import TorchGroup
 from replica.store import MemoryStore, TorchStore, connector
 from replica.timed_store import TimedStore
 from tests.replica.inprocess import all_of, outcomes
@@ -168,6 +170,45 @@ def test_a_client_that_fails_is_replaced():
     assert store.get(["a"]) == [b"1"]
     assert len(made) == 2
     del server
+
+
+def test_an_error_says_who_serves_the_store():
+    """A store that is gone with rank 0's process is told so, by clones and under a deadline too."""
+
+    def connect():
+        raise RuntimeError("connection refused")
+
+    store = TorchStore(connect, place="it is served at host:1 by the process of rank 0")
+    timed = TimedStore(store.clone("below"), 10.0)
+    try:
+        for one in (store, timed, timed.clone("again")):
+            with pytest.raises(
+                StoreError, match=r"\(it is served at host:1 by .* rank 0\): connec"
+            ):
+                one.set("a", b"1")
+    finally:
+        timed.close()
+
+
+@pytest.mark.parametrize(
+    ("agent", "world", "words"),
+    [
+        ("False", True, "by the process of rank 0"),
+        ("True", True, "by the launcher's agent"),
+        ("", False, "by the process of global rank 0"),
+    ],
+)
+def test_who_serves_a_groups_store(agent, world, words, monkeypatch):
+    """Rank 0's process, or torchrun's agent where the store is its own; of no TCP store nothing."""
+    server, address = serve()
+    inner = SimpleNamespace(get_group_store=lambda: dist.PrefixStore("below", server))
+    group = SimpleNamespace(get_group_store=dist.HashStore)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=inner if world else None))
+    assert TorchGroup(inner).store_place() == f"it is served at {address} {words}"
+    assert TorchGroup(group).store_place() == ""
 
 
 @pytest.mark.parametrize("bad", ["", "host", "host:", ":1", "host:port", "host:1x"])

@@ -243,6 +243,12 @@ def lose_the_record(folder):
     (folder / record_name(0)).unlink()
 
 
+def cut_the_record(folder):
+    """Cut the record file in half."""
+    path = folder / record_name(0)
+    os.truncate(path, path.stat().st_size // 2)
+
+
 def make_holes(folder):
     """Give the file's memory back and keep its size."""
     path = folder / "slot-0.fragment"
@@ -263,6 +269,7 @@ def lead_elsewhere(folder):
     [
         (damage_nothing, ""),
         (tear_the_record, "not valid"),
+        (cut_the_record, "cut short"),
         (lose_the_record, "no record file"),
         (make_holes, "holes"),
         (lead_elsewhere, "symbolic link"),
@@ -280,6 +287,40 @@ def test_what_cannot_be_read_is_named(open_arena, arena_dir, rng, damage, words)
     assert (first.verdict, second.verdict) == (UNREADABLE if words else OK, OK)
     assert words in first.reason
     assert one(arena_dir).damaged == bool(words)
+
+
+@pytest.mark.parametrize("writes_before", [0, 1])
+def test_a_record_file_cut_short_is_damage(open_arena, arena_dir, rng, capsys, writes_before):
+    """An older frame that says "empty" may be what is left: the file is damaged all the same."""
+    arena = open_arena()
+    slot = arena.allocate(CHUNK, "held")
+    for _ in range(writes_before):
+        slot.invalidate()
+    fill(slot, rng)
+    path = Path(arena.path, record_name(0))
+    for keep in (0.999, 0.75, 0.5):
+        os.truncate(path, int(path.stat().st_size * keep))
+        code, report = verify(capsys, arena_dir)
+        (found,) = report["arenas"][0]["slots"]
+        assert (code, found["verdict"]) == (1, UNREADABLE)
+        assert "cut short" in found["reason"]
+    assert cli.main(["verify", "--arena-dir", str(arena_dir)]) == 1
+    assert "unreadable" in capsys.readouterr().out
+
+
+def test_an_older_empty_frame_beside_no_frame_is_damage(open_arena, arena_dir, rng):
+    """The half of the file with the record was zeroed: no writer that died leaves that.
+
+    What one does leave, a frame that was begun, is told by the older frame, and is no damage.
+    """
+    arena = open_arena()
+    fill(arena.allocate(CHUNK, "held"), rng)
+    path = Path(arena.path, record_name(0))
+    half, raw = path.stat().st_size // 2, path.read_bytes()
+    for left, verdict in ((8, EMPTY), (40, EMPTY), (0, UNREADABLE)):
+        begun = raw[half : half + left]
+        path.write_bytes(raw[:half] + begun + bytes(half - len(begun)))
+        assert one_slot(arena_dir).verdict == verdict
 
 
 def test_an_empty_slot_is_no_damage(open_arena, arena_dir, capsys):

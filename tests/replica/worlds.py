@@ -10,6 +10,7 @@ from pathlib import Path
 
 from replica.arena import read_arenas
 from replica.folder import folder_name
+from tests.replica.control import background
 from tests.replica.pool import Pool, Worker, failures, results, serve_store
 
 TIMEOUT_S = 20.0
@@ -115,6 +116,7 @@ class Host:
     def options(self, **changes: object) -> dict[str, object]:
         """Return the options that every Checkpointer of a test has, with changes."""
         same = {"job": "job", "arena_dir": str(self.arena_dir), "timeout_s": TIMEOUT_S}
+        same["background"] = background()
         return same | changes
 
     def lose(self, *nodes: str) -> None:

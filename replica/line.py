@@ -1,0 +1,323 @@
+"""The trainer's end of its background process: starts it, calls it, and hears that it has ended.
+
+One thread starts the process and then reads what it says. It is that very thread, since the kernel
+ends the process with the thread that has started it: this one stays for as long as the process.
+It does only small work: answers go to the call that waits for them, notes to ``notes``, a thread of
+its own, where a listener of the user's may take its time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from replica.at_exit import THREAD_PREFIX
+from replica.errors import PeerError
+from replica.fault_points import module_in_background
+from replica.wire import Frame, Wire, WireLost, error_of, error_word, field
+
+log = logging.getLogger("planaria")
+
+Serve = Callable[[str, Frame], Any]
+"""Answers what the background process asks of the thread that has called it."""
+
+START_S = 300.0
+"""How long a process may take to be ready: it loads torch, two seconds from an idle disk."""
+OTHERS_START_RATIO, OTHERS_START_S = 5.0, 10.0
+"""Another rank's process may take so many times as long as this one's, and so much longer."""
+END_S = 5.0
+"""How long a process that has nothing left to do may take to end."""
+TRACE_CHARS_MAX = 10_000
+BREAK_OFF_S = 5.0
+"""How long an interrupted call waits for the other process to have broken it off."""
+# The name tells the package that what only a trainer needs is not to be imported.
+_NAME = "planaria-background"
+_BOOT = f"import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); sys.argv[0] = {_NAME!r}"
+_MAIN = "from replica.background import main; main()"
+# Meant for the trainer, by hand, by a launcher or by a scheduler: it decides what they mean.
+_NOT_FOR_IT = {
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+}
+
+
+class Ended(Exception):
+    """The background process is gone; the sentence names its pid and how it ended."""
+
+
+class Line:
+    """One background process. ``lost``: how it ended, unless that was well and wanted.
+
+    ``others_start_s``: how much later than this one another rank's may be ready.
+    ``may_end``: it may end by itself now, before it is open and once it is asked to close.
+
+    ``on_note`` is called in the reading thread with every note, first of all, and ``on_end`` there
+    once the process is gone; ``tell`` in a thread of its own with what may take its time.
+    """
+
+    def __init__(
+        self,
+        *,
+        silence_s: float,
+        on_note: Callable[[Frame], None],
+        on_end: Callable[[str], None],
+        tell: Callable[[Frame], None],
+    ) -> None:
+        self.lost = ""
+        self.may_end = True
+        self.others_start_s = OTHERS_START_S
+        self.pid = 0
+        self._silence_s = silence_s
+        self._on_note, self._on_end, self._tell = on_note, on_end, tell
+        self._calls: dict[int, queue.SimpleQueue[Frame | None]] = {}
+        self._number = 0
+        self._heard_s = time.monotonic()
+        self._why = ""
+        self._notes: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._started = threading.Event()
+        self._failure: Exception | None = None
+        self._ready, self._ended = threading.Event(), threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._wire: Wire
+        name = f"{THREAD_PREFIX}background"
+        self._teller = threading.Thread(target=self._tell_all, name=f"{name} notes", daemon=True)
+
+    def start(self) -> None:
+        """Start the process and wait until it serves. Raises OSError, or Ended."""
+        ours, theirs = socket.socketpair()
+        # A process that stands still must not hold the trainer when a socket is full.
+        ours.settimeout(self._silence_s)
+        self._wire = Wire(ours)
+        name = f"{THREAD_PREFIX}background"
+        threading.Thread(target=self._read, args=(theirs,), name=name, daemon=True).start()
+        self._started.wait()
+        if self._failure is not None:
+            raise self._failure
+        self._teller.start()
+        began_s = time.monotonic()
+        if not self._ready.wait(START_S):
+            self.kill(f"it was not ready within {START_S} s")
+            self._ended.wait(END_S)
+        if self._ended.is_set():
+            raise Ended(self.lost or f"the background process, pid {self.pid}, has ended")
+        self.others_start_s += OTHERS_START_RATIO * (time.monotonic() - began_s)
+
+    def call(self, name: str, args: Frame, serve: Serve, silence_s: float | None = None) -> Frame:
+        """Have the process carry out a call; the frame of its result.
+
+        Serves meanwhile what it asks. Raises what it raises, Ended when it is gone, or has been
+        ended because it said nothing for ``silence_s``. Broken off here by an exception, Ctrl-C
+        say, the call is broken off there too.
+        """
+        if self.lost:
+            raise Ended(self.lost)
+        self._number += 1
+        number, answers = self._number, queue.SimpleQueue[Frame | None]()
+        self._calls[number] = answers
+        self._heard_s = time.monotonic()
+        try:
+            self._send({"call": number, "name": name, "args": args})
+            return self._follow(number, answers, serve, silence_s or self._silence_s)
+        finally:
+            del self._calls[number]
+
+    def send(self, frame: Frame) -> None:
+        """Say something that belongs to no call; lost when the process is gone."""
+        try:
+            self._wire.send(frame)
+        except WireLost as error:
+            log.debug("%s", error)
+
+    def hang_up(self, timeout_s: float) -> None:
+        """Wait until the process has ended, and see that it does."""
+        self.may_end = True
+        if not self._ended.wait(timeout_s):
+            self.kill("")
+            self._ended.wait(END_S)
+
+    def kill(self, why: str) -> None:
+        """End the process at once; ``why`` is put before how it ended."""
+        self._why = self._why or why
+        if self._process is not None:
+            self._process.kill()
+
+    def _send(self, frame: Frame) -> None:
+        try:
+            self._wire.send(frame)
+        except WireLost as error:
+            self.kill(str(error))
+            self._ended.wait(END_S)
+            raise Ended(self.lost or str(error)) from error
+
+    def _follow(
+        self, number: int, answers: queue.SimpleQueue[Frame | None], serve: Serve, silence_s: float
+    ) -> Frame:
+        while True:
+            try:
+                frame = self._next(answers, silence_s)
+                if "result" in frame:
+                    return frame
+                if "raised" in frame:
+                    raise error_of(frame["raised"])
+                if "ask" in frame:
+                    answer = self._answer(frame, serve)
+                else:
+                    self._tell(frame)
+                    continue
+            except (Exception, GeneratorExit):
+                raise
+            except BaseException:
+                self._break_off(number, answers)
+                raise
+            self._send({"call": number, **answer})
+            self._heard_s = time.monotonic()
+
+    def _next(self, answers: queue.SimpleQueue[Frame | None], silence_s: float) -> Frame:
+        while True:
+            left_s = self._heard_s + silence_s - time.monotonic()
+            try:
+                frame = answers.get(timeout=max(0.0, left_s))
+            except queue.Empty:
+                if self._heard_s + silence_s > time.monotonic():
+                    continue
+                self.kill(f"it had not answered for {silence_s} s and was ended")
+                self._ended.wait(END_S)
+                frame = None
+            if frame is None:
+                raise Ended(self.lost or f"the background process, pid {self.pid}, is closed")
+            return frame
+
+    @staticmethod
+    def _answer(frame: Frame, serve: Serve) -> Frame:
+        try:
+            return {"answer": serve(field(frame, "ask", str), field(frame, "args", dict))}
+        except Exception as error:  # noqa: BLE001 - a user's method may raise anything
+            return {"raised": {**error_word(error), "trace": _trace(error)}}
+
+    def _break_off(self, number: int, answers: queue.SimpleQueue[Frame | None]) -> None:
+        """Tell the process that the call's thread was interrupted, and wait until it has ended."""
+        self.send({"cancel": number})
+        limit_s = time.monotonic() + BREAK_OFF_S
+        while (left_s := limit_s - time.monotonic()) > 0:
+            try:
+                frame = answers.get(timeout=left_s)
+            except queue.Empty:
+                return
+            if frame is None or "result" in frame or "raised" in frame:
+                return
+            if "ask" in frame:
+                self.send({"call": number, "broken off": True})
+
+    def _read(self, theirs: socket.socket) -> None:
+        """Body of the reading thread: start the process, read to its end, and see it buried."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)
+        try:
+            process = self._process = _launch(theirs.fileno())
+            watch = os.pidfd_open(process.pid)
+        except OSError as error:
+            self._failure = error
+            self._ended.set()
+            self._wire.close()
+            return
+        finally:
+            theirs.close()
+            self._started.set()
+        self.pid = process.pid
+        try:
+            self._read_all(watch)
+        except WireLost as error:
+            self.kill(str(error))
+        finally:
+            os.close(watch)
+            self._bury(process)
+
+    def _read_all(self, watch: int) -> None:
+        while True:
+            said, ended = self._wire.wait(watch)
+            frames = self._wire.receive() if said else None
+            if frames is None and (said or ended):
+                return
+            self._heard_s = time.monotonic()
+            for frame in frames or ():
+                self._route(frame)
+
+    def _route(self, frame: Frame) -> None:
+        self._on_note(frame)
+        if "ready" in frame:
+            self._ready.set()
+        elif "call" in frame:
+            answers = self._calls.get(frame["call"])
+            if answers is not None:
+                answers.put(frame)
+            elif "ask" in frame:
+                # Of a call that was broken off here.
+                self.send({"call": frame["call"], "broken off": True})
+        elif "event" in frame or "log" in frame:
+            self._notes.put(frame)
+
+    def _tell_all(self) -> None:
+        while (frame := self._notes.get()) is not None:
+            try:
+                self._tell(frame)
+            except BaseException as error:
+                # A listener that calls sys.exit(): no other save is begun.
+                log.exception("no further save in this process")
+                self.kill(f"it was ended after {type(error).__name__}: {error} in a listener")
+
+    def _bury(self, process: subprocess.Popen[bytes]) -> None:
+        try:
+            code = process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        if code or self._why or not self.may_end:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
+            why = f": {self._why}" if self._why else ""
+            self.lost = f"the background process, pid {process.pid}, {how}{why}"
+        if not self.may_end:
+            self._on_end(self.lost)
+        self._ended.set()
+        self._ready.set()
+        for answers in list(self._calls.values()):
+            answers.put(None)
+        self._notes.put(None)
+        self._wire.close()
+
+
+def _launch(descriptor: int) -> subprocess.Popen[bytes]:
+    paths = "\n".join(path or os.getcwd() for path in sys.path)  # noqa: PTH109 - as sys.path
+    module = module_in_background()
+    boot = "; ".join([_BOOT, *([f"import {module}"] if module else []), _MAIN])
+    return subprocess.Popen(
+        [sys.executable, "-c", boot, paths, str(descriptor), str(os.getpid())],
+        pass_fds=(descriptor,),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        # A group of its own: what is meant for all of the trainer's is not meant for it.
+        process_group=0,
+    )
+
+
+def _trace(error: Exception) -> str:
+    """Where it was raised, for the log of the other process."""
+    return "".join(traceback.format_exception(error))[-TRACE_CHARS_MAX:]
+
+
+def gone(error: Ended) -> PeerError:
+    """What a call raises for which there is no better word."""
+    return PeerError(str(error))

@@ -1,0 +1,245 @@
+"""An engine in a process of its own, as the face sees it: the same calls, the same errors."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from recovery.session import RestoreAborted, RestoreHalfDone
+from replica.config import Options
+from replica.errors import ConfigError, PeerError, SaveFailed
+from replica.group import Group, MemoryGroup, TorchGroup
+from replica.line import OTHERS_START_S, Ended, Line, gone
+from replica.mappings import Mappings
+from replica.opening import together
+from replica.request import Counts
+from replica.serving import Serving
+from replica.snapshot import Snapshot
+from replica.ticket import Ticket
+from replica.timed_store import TimedStore
+from replica.wire import Frame, field, ours
+
+log = logging.getLogger("planaria")
+
+Emit = Callable[[dict[str, Any]], None]
+
+CLOSE_SLACK_S = 5.0
+"""How much longer a close may be silent than it may wait."""
+
+
+class RemoteEngine:
+    """One open job of one rank, in a background process. Its methods are those of ``Engine``."""
+
+    def __init__(self, options: Options, group: Group, snapshot: Snapshot, emit: Emit) -> None:
+        self.unusable = ""
+        self.closed = False
+        self._options = options
+        self._emit = emit
+        self._status: dict[str, Any] = {"open": False}
+        self._lock = threading.Lock()
+        self._tickets: dict[int, Ticket] = {}
+        self._last: Ticket | None = None
+        self._told: Ticket | None = None
+        self._counts = Counts(loud=True)
+        self._line = Line(
+            silence_s=options.timeout_s, on_note=self._note, on_end=self._end, tell=self._tell
+        )
+        self._serving = Serving(group, snapshot, emit, self._line.send)
+
+    @classmethod
+    def open(cls, options: Options, group: Group, snapshot: Snapshot, emit: Emit) -> RemoteEngine:
+        """Start the process and have it open the job; raises what ``Engine.open`` does."""
+        engine = cls(options, group, snapshot, emit)
+        facts: Frame = {}
+
+        def start() -> None:
+            facts.update(_group_facts(group, options.timeout_s))
+            engine._line.start()
+
+        try:
+            start()
+        except Exception as error:  # noqa: BLE001 - all ranks raise it
+            # All are told in the first word that they wait for.
+            if isinstance(error, Ended):
+                error = gone(error)
+            together(group, options.timeout_s + OTHERS_START_S, _raiser(error))
+        engine._serving.grace_s = engine._line.others_start_s
+        engine._serving.mappings = Mappings(engine._line.pid)
+        args = {
+            "script": str(Path(sys.argv[0] or "interactive").absolute()),
+            "log_level": log.getEffectiveLevel(),
+            "options": {one.name: getattr(options, one.name) for one in fields(options)}
+            | {"on_event": None},
+            "group": facts,
+        }
+        try:
+            engine._call("open", args)
+        except Ended as error:
+            raise PeerError(f"rank {group.rank}: {error}") from engine._serving.raised
+        except BaseException:
+            engine._line.hang_up(0.0)
+            raise
+        engine._line.may_end = False
+        return engine
+
+    def restore(self) -> int | None:
+        """Load the newest state there is for every rank (see ``Checkpointer.restore``)."""
+        try:
+            frame = self._call("restore", {})
+        except Ended as error:
+            if self._serving.committed:
+                self.unusable = str(error)
+                raise RestoreHalfDone(str(error)) from None
+            raise RestoreAborted(str(error)) from None
+        step: int | None = field(frame, "result", (int, type(None)))
+        return step
+
+    def save(self, step: int, *, wait: bool) -> Ticket:
+        """Stage one step, with ``wait`` after the save under way (see ``Checkpointer.save``)."""
+        if not self._line.lost:
+            try:
+                frame = self._call("save", {"step": step, "wait": wait})
+            except Ended as error:
+                log.debug("%s", error)
+            else:
+                self._last = ticket = self._made(field(frame, "ticket", dict))
+                return ticket
+        return self._cannot(step)
+
+    def status(self) -> dict[str, Any]:
+        """What is safe now, as far as the background process has told; from any thread."""
+        return dict(self._status)
+
+    def close(self, timeout_s: float, *, goodbye: bool) -> None:
+        """As ``Engine.close``; afterwards the process is gone."""
+        line, args = self._line, {"timeout_s": timeout_s, "goodbye": goodbye}
+        line.may_end = True
+        try:
+            if not line.lost:
+                self._call("close", args, silence_s=timeout_s + CLOSE_SLACK_S)
+        except Ended as error:
+            log.error("while closing: %s", error)  # noqa: TRY400 - the sentence says it all
+            self._fail_all(str(error))
+        finally:
+            line.hang_up(CLOSE_SLACK_S)
+            self.closed = True
+        last = self._last
+        if line.lost and last is not None and last.failed and self._options.on_error == "raise":
+            raise SaveFailed(f"step {last.step} was not committed: {last.reason}")
+
+    def _call(self, name: str, args: Frame, silence_s: float | None = None) -> Frame:
+        self._serving.begin()
+        try:
+            return self._line.call(name, args, self._serving.answer, silence_s)
+        except Ended:
+            raise
+        except Exception as error:  # noqa: BLE001 - of whatever type the process has named
+            # What the state's own methods raised is shown as the cause, as it was raised.
+            cause = self._serving.raised or error.__cause__
+            raise ours(error) from cause
+
+    def _cannot(self, step: int) -> Ticket:
+        """A step that comes when the process is gone; training goes on unless ``on_error`` says."""
+        reason = f"no further save is possible in this process: {self._line.lost}"
+        if self._options.on_error == "raise":
+            raise SaveFailed(reason)
+        self._last = ticket = Ticket(step)
+        ticket.fail(reason)
+        self._counts.note_failed(step, reason, None, loud=True)
+        self._status |= {"saves_failed_in_a_row": self._counts.failed_in_a_row}
+        return ticket
+
+    # ---- what the process tells
+
+    def _note(self, frame: Frame) -> None:
+        """In the reading thread, for every frame: tickets and status."""
+        if "ticket" in frame:
+            self._made(field(frame, "ticket", dict))
+        if "finish" in frame:
+            self._serving.finish_late(
+                field(frame, "finish", int), field(frame, "timeout_s", (int, float))
+            )
+        if "status" in frame:
+            self._status = field(frame, "status", dict)
+            self.unusable = self.unusable or field(frame, "unusable", str)
+
+    def _made(self, facts: Frame) -> Ticket:
+        """The ticket that is told of, made when it is the first time."""
+        number = field(facts, "number", int)
+        with self._lock:
+            ticket = self._tickets.get(number)
+            if ticket is None:
+                ticket = self._tickets[number] = Ticket(field(facts, "step", int))
+                for old in [n for n, one in self._tickets.items() if one.done and n < number]:
+                    del self._tickets[old]
+        ticket.follow(facts)
+        return ticket
+
+    def _end(self, how: str) -> None:
+        """In the reading thread: the process is gone, and nobody had asked it to go."""
+        log.error("%s. Training goes on, and no further step is saved by this process", how)
+        counts = {"busy": False, "broken": how, "last_error": how, "protected": "none"}
+        self._status = self._status | counts
+        self._fail_all(how)
+
+    def _fail_all(self, how: str) -> None:
+        with self._lock:
+            pending = [ticket for ticket in self._tickets.values() if not ticket.done]
+        for ticket in pending:
+            ticket.fail(how)
+
+    def _tell(self, frame: Frame) -> None:
+        """Pass on an event, or a line of the log."""
+        if "event" in frame:
+            self._emit(field(frame, "event", dict))
+        elif "log" in frame:
+            _pass_on(field(frame, "log", dict))
+
+
+def _raiser(error: Exception) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+def _pass_on(facts: Frame) -> None:
+    level = field(facts, "level", int)
+    if not log.isEnabledFor(level):
+        return
+    where = field(facts, "pathname", str), field(facts, "lineno", int)
+    text, name = field(facts, "text", str), field(facts, "function", str)
+    record = logging.LogRecord(log.name, level, *where, text, None, None, name)
+    record.exc_text = field(facts, "trace", (str, type(None)))
+    record.created = field(facts, "created", (int, float))
+    record.threadName = field(facts, "thread", str)
+    record.process = field(facts, "process", int)
+    log.handle(record)
+
+
+def _group_facts(group: Group, timeout_s: float) -> Frame:
+    """What the background process has to know of the group. Raises ConfigError, StoreError."""
+    facts: Frame = {"rank": group.rank, "world": group.world, "store": None, "prefix": ""}
+    if isinstance(group, MemoryGroup) and group.world == 1:
+        return facts
+    if not isinstance(group, TorchGroup):
+        raise ConfigError(
+            f'background="process" works with a torch process group or alone, not with a '
+            f'{type(group).__name__} of {group.world} ranks: choose background="thread"'
+        )
+    address = group.store_address()
+    if address is None:
+        return facts
+    # Torch does not tell under which prefix a group keeps its keys, so one is agreed on there.
+    store = TimedStore(group.store(None, timeout_s), timeout_s)
+    try:
+        token = store.compare_set("background", secrets.token_hex(8).encode())
+    finally:
+        store.close()
+    return facts | {"store": address, "prefix": f"planaria/{token.decode('ascii', 'replace')}"}
