@@ -368,7 +368,7 @@ def test_nothing_that_was_loaded_is_a_view_of_the_arena(arena_dir):
         for _ in range(3):
             step(model, optim)
         assert [digest(slot.data) for slot in held] == before
-        assert own_slot(arena_dir, 2, 0).record.generation == ckpt._restored
+        assert own_slot(arena_dir, 2, 0).record.generation == ckpt._engine._restored
 
 
 def test_a_state_of_other_keys_aborts_on_all_ranks_and_changes_nothing(arena_dir):

@@ -183,8 +183,11 @@ def test_experts_that_fired_on_one_rank_only(arena_dir):
     """Optimizer state exists for another parameter on each rank: each gets its own keys back."""
 
     def build(rank):
-        torch.manual_seed(rank)
         experts = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+        # Of its own: the ranks are threads, and would draw from one global generator.
+        generator = torch.Generator().manual_seed(rank)
+        for expert in experts:
+            nn.init.normal_(expert.weight, generator=generator)
         return experts, optim.AdamW(experts.parameters(), lr=0.1)
 
     def trained(rank):
