@@ -17,7 +17,7 @@ from tests.replica.inprocess import Cluster
 from tests.replica.pool import worker_environment
 
 ROUNDS, WARM = 50, 5
-ROUNDS_HERE = 20
+ROUNDS_HERE = 30
 """Beside all other tests, in their process."""
 ELEMENTS = 500_000
 """Of 8 bytes: one state that stayed behind in each round would come to 180 MB."""
