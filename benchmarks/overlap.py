@@ -11,8 +11,6 @@ compared with a digest of what there was when ``save`` was called.
 
 from __future__ import annotations
 
-import mmap
-import os
 import shutil
 import statistics
 import tempfile
@@ -21,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from torch import nn
 
 import replica
+from benchmarks.tools import committed_slot, warm_tmpfs
 from erasure.digest import digest
-from replica.arena import read_arenas
 
 LAYERS = 8
 WIDTH = 2048
@@ -90,7 +87,7 @@ def _measure(home: Path) -> dict[str, Any]:
     training = _Training()
     training.step()
     source = torch.zeros(training.nbytes // 4)
-    target = torch.from_numpy(_warm_tmpfs(home, training.nbytes).view(np.float32))
+    target = torch.from_numpy(warm_tmpfs(home, training.nbytes).view(np.float32))
     names = ("copy", "plain", "save", "busy", "update", "sync_save", "sync_busy", "late")
     times: Times = {name: [] for name in names}
     with _open(training, home, overlap=True) as ckpt, _open(training, home, overlap=False) as sync:
@@ -160,24 +157,8 @@ def _open(training: _Training, home: Path, *, overlap: bool) -> replica.Checkpoi
 
 def _compare(home: Path, wanted: list[str]) -> None:
     """The newest committed slot holds what the tensors held when ``save`` was called."""
-    (view,) = read_arenas(home, "overlap-True")
-    committed = view.head.committed if view.head is not None else None
-    paths = [
-        Path(view.path) / f"slot-{slot.number}.safetensors"
-        for slot in view.slots.values()
-        if slot.record is not None and slot.record.generation == committed
-    ]
-    with safe_open(str(paths[0]), framework="pt") as image:
+    path, _ = committed_slot(home, "overlap-True")
+    with safe_open(str(path), framework="pt") as image:
         saved = _digests([image.get_tensor(name) for name in image.keys()])  # noqa: SIM118
     if saved != wanted:
         raise RuntimeError("the committed bytes are not those of the moment of the save")
-
-
-def _warm_tmpfs(home: Path, nbytes: int) -> npt.NDArray[np.uint8]:
-    path = home / "plain-copy"
-    with path.open("w+b") as file:
-        os.posix_fallocate(file.fileno(), 0, nbytes)
-        mapping = mmap.mmap(file.fileno(), nbytes)
-    array = np.frombuffer(mapping, np.uint8)
-    array[:] = 0
-    return array

@@ -35,6 +35,7 @@ import torch
 import torch.distributed
 
 import replica
+from benchmarks.tools import timed
 from replica.at_exit import THREAD_PREFIX
 
 _dist: Any = torch.distributed
@@ -187,7 +188,7 @@ def _train(ckpt: replica.Checkpointer, saves: Iterator[int]) -> dict[str, Any]:
         with_saves: list[float] = []
         blocked: list[float] = []
         for _ in range(ROUNDS):
-            without += [_timed(step) for _ in range(BLOCK)]
+            without += [timed(step) for _ in range(BLOCK)]
             for _ in range(BLOCK):
                 started = time.perf_counter()
                 ckpt.save(next(saves))
@@ -239,15 +240,9 @@ def _compute_step() -> Callable[[], None]:
 def _as_long_as(seconds: float, of: Callable[[int], Callable[[], None]]) -> Callable[[], None]:
     """The step whose number of turns takes so long on this machine."""
     turns = 1
-    while (took_s := _timed(of(turns))) < seconds / 2:
+    while (took_s := timed(of(turns))) < seconds / 2:
         turns *= 2
     return of(max(1, round(turns * seconds / took_s)))
-
-
-def _timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

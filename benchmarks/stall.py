@@ -15,12 +15,10 @@ rest of the save before: the price of saving faster than the background work all
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from safetensors import safe_open
 
 import replica
 from benchmarks import stall_series
-from replica.arena import read_arenas
+from benchmarks.tools import committed_slot, timed, warm_tmpfs
 
 TENSORS = 64
 TENSOR_BYTES = 8 << 20
@@ -51,13 +49,13 @@ def run() -> dict[str, Any]:
 def _measure(home: Path) -> dict[str, Any]:
     tensors = [torch.zeros(TENSOR_BYTES // 4) for _ in range(TENSORS)]
     source = torch.zeros(TENSORS * TENSOR_BYTES // 4)
-    target = torch.from_numpy(_warm_tmpfs(home, TENSORS * TENSOR_BYTES).view(np.float32))
+    target = torch.from_numpy(warm_tmpfs(home, TENSORS * TENSOR_BYTES).view(np.float32))
     times: dict[str, list[float]] = {"copy": [], "copyto": [], "save": []}
     with _checkpointer(tensors, home, "skip") as ckpt:
         for number in range(WARM_UPS + ROUNDS):
             _fill(tensors, number)
-            copy_s = _timed(lambda: target.copy_(source))
-            copyto_s = _timed(lambda: np.copyto(target.numpy(), source.numpy()))
+            copy_s = timed(lambda: target.copy_(source))
+            copyto_s = timed(lambda: np.copyto(target.numpy(), source.numpy()))
             save_s = _timed_save(ckpt, number, tensors, home)
             if number >= WARM_UPS:
                 times["copy"].append(copy_s)
@@ -66,7 +64,7 @@ def _measure(home: Path) -> dict[str, Any]:
     shutil.rmtree(home / f"planaria-{os.getuid()}")
     busy_s, beside_s = _back_to_back(tensors, home, lambda: target.copy_(source))
     medians = {name: statistics.median(values) for name, values in times.items()}
-    room = torch.from_numpy(_warm_tmpfs(home, stall_series.ROOM_BYTES))
+    room = torch.from_numpy(warm_tmpfs(home, stall_series.ROOM_BYTES))
     return {
         "benchmark": "stall",
         "stall_over_memcpy": medians["save"] / medians["copy"],
@@ -103,7 +101,7 @@ def _timed_save(
     ckpt: replica.Checkpointer, number: int, tensors: list[torch.Tensor], home: Path
 ) -> float:
     tickets: list[replica.Ticket] = []
-    seconds = _timed(lambda: tickets.append(ckpt.save(number + 1)))
+    seconds = timed(lambda: tickets.append(ckpt.save(number + 1)))
     _fill(tensors, -1)
     if tickets[0].skipped:
         raise RuntimeError(f"save {number + 1} was skipped: {tickets[0].reason}")
@@ -120,10 +118,10 @@ def _back_to_back(
     with _checkpointer(tensors, home, "wait") as ckpt:
         for number in range(WARM_UPS + ROUNDS):
             tickets: list[replica.Ticket] = []
-            took_s = _timed(lambda: tickets.append(ckpt.save(number + 1)))  # noqa: B023
+            took_s = timed(lambda: tickets.append(ckpt.save(number + 1)))  # noqa: B023
             if tickets[0].skipped:
                 raise RuntimeError(f"save {number + 1} was skipped: {tickets[0].reason}")
-            copy_s = _timed(copy)
+            copy_s = timed(copy)
             if number >= WARM_UPS:
                 saves.append(took_s)
                 copies.append(copy_s)
@@ -132,14 +130,8 @@ def _back_to_back(
 
 def _compare(home: Path, number: int) -> None:
     """The newest committed slot holds what the tensors held when ``save`` was called."""
-    (view,) = read_arenas(home, "stall")
-    committed = view.head.committed if view.head is not None else None
-    paths = [
-        Path(view.path) / f"slot-{slot.number}.safetensors"
-        for slot in view.slots.values()
-        if slot.record is not None and slot.record.generation == committed
-    ]
-    with safe_open(str(paths[0]), framework="np") as image:
+    path, _ = committed_slot(home, "stall")
+    with safe_open(str(path), framework="np") as image:
         names = sorted(name for name in image.keys() if name.rsplit(".", 1)[-1].startswith("t"))  # noqa: SIM118
         values = [image.get_tensor(name) for name in names if image.get_tensor(name).size > 1 << 20]
     if len(values) != TENSORS:
@@ -152,19 +144,3 @@ def _compare(home: Path, number: int) -> None:
 def _fill(tensors: list[torch.Tensor], number: int) -> None:
     for index, tensor in enumerate(tensors):
         tensor.fill_(number * TENSORS + index)
-
-
-def _warm_tmpfs(home: Path, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    path = home / "plain-copy"
-    with path.open("w+b") as file:
-        os.posix_fallocate(file.fileno(), 0, nbytes)
-        mapping = mmap.mmap(file.fileno(), nbytes)
-    array = np.frombuffer(mapping, np.uint8)
-    array[:] = 0
-    return array
-
-
-def _timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start

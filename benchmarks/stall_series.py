@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import replica
 from benchmarks.stall_states import Series, fsdp2, one_process_world, plain
-from replica.arena import read_arenas
+from benchmarks.tools import committed_slot, timed
 from replica.image import read_image
 from replica.snapshot import Snapshot
 
@@ -92,13 +91,7 @@ def _timed_save(ckpt: replica.Checkpointer, step: int) -> float:
 
 def _compare(series: Series, home: Path) -> None:
     """The newest committed image is what a walk that knows nothing of the state makes of it."""
-    (view,) = read_arenas(home, JOB)
-    committed = view.head.committed if view.head is not None else None
-    (slot,) = [
-        slot
-        for slot in view.slots.values()
-        if slot.record is not None and slot.record.generation == committed
-    ]
+    _, slot = committed_slot(home, JOB)
     saved = read_image(slot.data)
     fresh = np.zeros(slot.data.nbytes, np.uint8)
     nbytes = Snapshot(series.state, random_states=True).capture_into(fresh, saved.header)
@@ -131,10 +124,3 @@ def _dcp_save(series: Series, path: Path, stager: DefaultStager | None) -> Any:
     return dcp.async_save(  # type: ignore[attr-defined]
         state, checkpoint_id=str(path), async_stager=stager
     )
-
-
-def timed(work: Callable[[], Any]) -> float:
-    """Seconds that a call takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start

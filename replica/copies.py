@@ -6,8 +6,9 @@ compares, copies tensor bytes into views that were made before, and writes the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from erasure.digest import digest
+from replica.bound import Bound
 from replica.device_copy import DeviceCopies
 from replica.device_pieces import device_copy, on_host
 from replica.dtypes import carrier, code_of
@@ -43,7 +45,6 @@ from replica.spread import Spread
 from replica.tables import tables_text
 
 _NAME_CHARS = 200
-_MAX_BOUND = 4
 _TREE_SLACK_BYTES = 1 << 12
 _PAGE_BYTES = 4096
 
@@ -140,14 +141,14 @@ class CopyPlan:
                 if copy.small
             ]
         )
-        self._pieces = list(_pieces(self.layout, leaves, copies))
+        self._pieces = list(_pieces(self.layout, position, copies))
         self._plain = [
             (place[index], item.leaf) for index, item in enumerate(items) if not item.copies
         ]
         blocks = [place[index] for index in range(len(self._homes.blocks))]
         self.tables = tables_text(leaves, self._homes.homes, blocks, dict(_swap(self._plain)))
         self.fingerprint = digest(self.tables.encode()).hex()
-        self._bound: dict[tuple[int, int], list[tuple[torch.Tensor, int, View | None]]] = {}
+        self._bound: Bound[list[tuple[torch.Tensor, int, View | None]]] = Bound()
 
     @property
     def plain(self) -> list[tuple[int, int]]:
@@ -208,7 +209,7 @@ class CopyPlan:
             self._gathers.copy(pointers, base, (leaves, buffer))
             # What is made in inference mode could never be written to outside of it.
             with torch.inference_mode(mode=False), torch.no_grad():
-                for target, leaf, view in self._bind(buffer):
+                for target, leaf, view in self._bound.get(buffer, partial(self._bind, buffer)):
                     source = values[leaf]
                     target.copy_(source if view is None else view(source))
         finally:
@@ -230,15 +231,8 @@ class CopyPlan:
         self._bound.clear()
 
     def _bind(self, buffer: Bytes) -> list[tuple[torch.Tensor, int, View | None]]:
-        key = (buffer.__array_interface__["data"][0], buffer.nbytes)
-        bound = self._bound.get(key)
-        if bound is None:
-            if len(self._bound) >= _MAX_BOUND:
-                self._bound.pop(next(iter(self._bound)))
-            whole = torch.from_numpy(buffer)
-            bound = [self._target(whole, entry, copy) for entry, copy in self._views]
-            self._bound[key] = bound
-        return bound
+        whole = torch.from_numpy(buffer)
+        return [self._target(whole, entry, copy) for entry, copy in self._views]
 
     def _target(
         self, whole: torch.Tensor, entry: int, copy: _Copy
@@ -259,10 +253,9 @@ def _items(leaves: LeafList, blocks: tuple[Block, ...], names: list[str]) -> Ite
 
 
 def _pieces(
-    layout: Layout, leaves: LeafList, copies: Iterable[tuple[int, _Copy]]
+    layout: Layout, position: Mapping[int, int], copies: Iterable[tuple[int, _Copy]]
 ) -> Iterator[tuple[int, int, int, int]]:
     """Direct copies in pieces: offset in the buffer, which tensor, byte of it, bytes."""
-    position = {leaf: number for number, leaf in enumerate(leaves.tensors)}
     for entry, copy in copies:
         start = layout.starts[entry] + copy.begin
         whole = copy.direct and not copy.small

@@ -25,12 +25,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from replica.bound import Bound
 from replica.device_pieces import (
     DIRECT_BYTES,
     STAGING_BYTES,
@@ -41,8 +43,6 @@ from replica.device_pieces import (
 )
 from replica.errors import StateError
 from replica.pinned import CudaRuntime, PageLocks
-
-_MAX_BOUND = 4
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -165,7 +165,7 @@ class DeviceCopies:
         }
         self._lanes: dict[torch.device, Lane] = {}
         self._stagings: dict[torch.device, _Staging] = {}
-        self._bound: dict[tuple[int, int], dict[torch.device, list[torch.Tensor]]] = {}
+        self._bound: Bound[dict[torch.device, list[torch.Tensor]]] = Bound()
         self._last = Pending((), None)
 
     @property
@@ -192,7 +192,7 @@ class DeviceCopies:
         self._locks.lock(buffer)
         # What is made in inference mode could never be written to outside of it.
         with torch.inference_mode(mode=False), torch.no_grad():
-            return self._start(values, buffer, self._bind(buffer))
+            return self._start(values, buffer, self._bound.get(buffer, partial(self._bind, buffer)))
 
     def _start(
         self, values: Sequence[Any], buffer: Bytes, targets: dict[torch.device, list[torch.Tensor]]
@@ -245,18 +245,11 @@ class DeviceCopies:
         return self._stagings[device]
 
     def _bind(self, buffer: Bytes) -> dict[torch.device, list[torch.Tensor]]:
-        key = (buffer.__array_interface__["data"][0], buffer.nbytes)
-        bound = self._bound.get(key)
-        if bound is None:
-            if len(self._bound) >= _MAX_BOUND:
-                self._bound.pop(next(iter(self._bound)))
-            whole = torch.from_numpy(buffer)
-            bound = {
-                device: [_target(whole, piece) for piece in pieces]
-                for device, pieces in self._pieces.items()
-            }
-            self._bound[key] = bound
-        return bound
+        whole = torch.from_numpy(buffer)
+        return {
+            device: [_target(whole, piece) for piece in pieces]
+            for device, pieces in self._pieces.items()
+        }
 
 
 def _target(whole: torch.Tensor, piece: Piece) -> torch.Tensor:

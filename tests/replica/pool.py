@@ -49,6 +49,30 @@ def worker_environment() -> dict[str, str]:
     return kept | ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
+def all_say_ok(module, world, *arguments, cwd) -> None:
+    """Run ``python -m module RANK WORLD ...`` as every rank: each prints ok and nothing else."""
+    command = [sys.executable, "-W", "error", "-m", module]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), *map(str, arguments)],
+            cwd=cwd,
+            env=worker_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [worker.communicate(timeout=150) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    for rank, (out, err) in enumerate(said):
+        assert out == "ok\n", f"rank {rank}: {err}"
+
+
 def serve_store() -> object:
     """Return a torch store that listens on a free port of the loopback interface.
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from replica import torch_private
-from tests.sources import ROOT
+from tests.replica.pool import all_say_ok
 
 WORLD = 2
 
@@ -27,24 +23,4 @@ def test_a_torch_without_the_private_names_is_named(monkeypatch):
 @pytest.mark.real
 def test_fsdp2_state_comes_back_and_stays_as_found(tmp_path):
     """Two gloo processes train, capture, restore and compare shards; see fsdp2_worker.py."""
-    command = [sys.executable, "-W", "error", "-m", "tests.replica.fsdp2_worker"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(WORLD), str(tmp_path / "store")],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        said = [worker.communicate(timeout=150) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    for rank, (out, err) in enumerate(said):
-        assert out == "ok\n", f"rank {rank}: {err}"
+    all_say_ok("tests.replica.fsdp2_worker", WORLD, tmp_path / "store", cwd=tmp_path)

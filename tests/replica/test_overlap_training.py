@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from tests.replica.overlap_tools import WAIT_S, checkpointer, same, tensors, train, training
-from tests.replica.pool import serve_store, worker_environment
+from tests.replica.pool import all_say_ok, serve_store
 
 WORLD = 2
 STEPS = 8
@@ -88,24 +85,5 @@ def test_a_background_process_waits_for_the_late_copy(arena_dir):
 @pytest.mark.real
 def test_fsdp2_and_a_compiled_step(tmp_path, arena_dir):
     """Two gloo processes: sharded parameters are late, a compiled step's are not."""
-    command = [sys.executable, "-W", "error", "-m", "tests.replica.overlap_worker"]
     store = serve_store()
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(WORLD), str(store.port), str(arena_dir)],
-            cwd=tmp_path,
-            env=worker_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        said = [worker.communicate(timeout=150) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    for rank, (out, err) in enumerate(said):
-        assert out == "ok\n", f"rank {rank}: {err}"
+    all_say_ok("tests.replica.overlap_worker", WORLD, store.port, arena_dir, cwd=tmp_path)
