@@ -92,7 +92,7 @@ class Launcher:
         """What a claim does to who has its arena; False: it cannot be ended."""
         if process.stubborn:
             return False
-        if process.orphan:
+        if process.orphan and process.alive:
             self._world.faults.effect("orphan", process.node.name)
         process.die()
         return True

@@ -81,10 +81,12 @@ def _claim(process: Process) -> Steps:
         if holder is None or not holder.alive:
             break
         yield Sleep(CLAIM_S / 2)
-        if process.world.launcher.end_orphan(holder):
+        if not process.world.launcher.end_orphan(holder):
+            process.world.checker.arena_lost(arena)
+            number += 1
+        elif arena.owner is holder:
             break
-        process.world.checker.arena_lost(arena)
-        number += 1
+        # Another of our position was faster: that one has to be ended now.
     arena.owner = process
     process.arena = arena
     process.world.checker.claimed(process, arena)
