@@ -6,13 +6,14 @@ compares, copies tensor bytes into views that were made before, and writes the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from erasure.digest import digest
@@ -51,6 +52,8 @@ _PAGE_BYTES = 4096
 View = Callable[[torch.Tensor], torch.Tensor]
 _Run = tuple[int, int, int, int]
 """Offset in the buffer, position among the tensors, byte of the tensor, bytes."""
+_Runs = npt.NDArray[np.int64]
+"""int64[4, n]: the columns of so many."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,8 @@ class CopyPlan:
                 if copy.small
             ]
         )
-        self._pieces = list(_pieces(self.layout, position, copies))
+        runs = list(_runs(self.layout, position, copies))
+        self._runs: _Runs = np.array(runs, np.int64).reshape(-1, 4).T.copy()
         self._plain = [
             (place[index], item.leaf) for index, item in enumerate(items) if not item.copies
         ]
@@ -190,23 +194,21 @@ class CopyPlan:
         """
         values: list[Any] = leaves.values
         base, pointers = buffer.__array_interface__["data"][0], self._pointers
-        now, after, owners, kept = self._pieces, [], [], []
+        now, after, owners, kept = self._runs, [], [], []
         if late:
             tensors = leaves.tensors
             tardy = self._wholly_late(leaves, late)
-            now, rest = _split(self._pieces, [tensors[at] in tardy for _, at, _, _ in self._pieces])
-            after = [(base + to, pointers[at] + begin, size) for to, at, begin, size in rest]
-            owners = [tensors[at] for _, at, _, _ in rest]
+            left = np.array([tensors[at] in tardy for at in self._runs[1]], np.bool_)
+            now, rest = self._runs[:, ~left], self._runs[:, left]
+            after = _pieces(rest, pointers, base)
+            owners = [tensors[at] for at in rest[1]]
             # The storages too: a tensor may be given another one before the caller copies.
             kept = [values[leaf].untyped_storage() for leaf in tardy]
         # What lies on a device comes by itself while the processor copies the rest.
         fetched = self._device.issue(values, buffer)
         try:
-            copy_pieces(
-                [(base + to, pointers[at] + begin, size) for to, at, begin, size in now],
-                (leaves, buffer),
-            )
-            self._gathers.copy(pointers, base, (leaves, buffer))
+            copy_pieces(_pieces(now, pointers, base), (leaves, buffer))
+            self._gathers.copy(pointers, buffer, (leaves, buffer))
             # What is made in inference mode could never be written to outside of it.
             with torch.inference_mode(mode=False), torch.no_grad():
                 for target, leaf, view in self._bound.get(buffer, partial(self._bind, buffer)):
@@ -252,10 +254,10 @@ def _items(leaves: LeafList, blocks: tuple[Block, ...], names: list[str]) -> Ite
             yield _Item(raw_entry(names[index], nbytes), 1, (), index)
 
 
-def _pieces(
+def _runs(
     layout: Layout, position: Mapping[int, int], copies: Iterable[tuple[int, _Copy]]
-) -> Iterator[tuple[int, int, int, int]]:
-    """Direct copies in pieces: offset in the buffer, which tensor, byte of it, bytes."""
+) -> Iterator[_Run]:
+    """Direct copies in pieces."""
     for entry, copy in copies:
         start = layout.starts[entry] + copy.begin
         whole = copy.direct and not copy.small
@@ -264,9 +266,11 @@ def _pieces(
             yield start + begin, position[copy.leaf], begin, size
 
 
-def _split(pieces: list[_Run], late: list[bool]) -> tuple[list[_Run], list[_Run]]:
-    now = [piece for piece, left in zip(pieces, late, strict=True) if not left]
-    return now, [piece for piece, left in zip(pieces, late, strict=True) if left]
+def _pieces(runs: _Runs, pointers: Sequence[int], base: int) -> list[Piece]:
+    """The copies, by address. In columns: a tuple per run that is kept is cold when it is read."""
+    starts, at, begins, sizes = runs
+    sources = np.array(pointers, np.uint64)[at] + begins.astype(np.uint64)
+    return list(zip((starts + base).tolist(), sources.tolist(), sizes.tolist(), strict=True))
 
 
 def _tensor_item(values: list[Leaf], block: Block, members: list[int], name: str) -> _Item:

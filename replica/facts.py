@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from replica.leaves import LeafList
-from replica.torch_private import DTensor, local_and_spec
+from replica.torch_private import likeness, specs_of
 
 Getter = Callable[[Any], object]
 
@@ -45,13 +45,12 @@ class Facts:
         tensors = leaves.tensor_values()
         # Nothing but complex numbers is ever conjugate.
         any_complex = any(value.is_complex() for value in tensors)
-        self._getters = (*_LOCAL, torch.Tensor.is_conj) if any_complex else _LOCAL
-        self._local = _columns(self._getters, tensors)
+        getters = (*_LOCAL, torch.Tensor.is_conj) if any_complex else _LOCAL
+        self._locals = _Columns(getters, tensors)
         self._whole_at = list(leaves.wholes)
         wholes = list(leaves.wholes.values())
-        self._whole = _columns(_WHOLE, wholes)
-        self._specs = _specs(wholes)
-        self._spec = _columns(_SPEC, self._specs)
+        self._wholes = _Columns(_WHOLE, wholes)
+        self._take_specs(specs_of(wholes))
 
     def hold(self, leaves: LeafList) -> list[int] | None:
         """The addresses of the tensors if these leaves are alike, in number and order too."""
@@ -61,31 +60,56 @@ class Facts:
             or list(leaves.wholes) != self._whole_at
         ):
             return None
-        tensors, wholes = leaves.tensor_values(), list(leaves.wholes.values())
-        specs = _specs(wholes)
-        # Equal ones take long to compare, and are mostly the same.
-        if not all(map(is_, specs, self._specs)) and specs != self._specs:
+        wholes = list(leaves.wholes.values())
+        if not self._specs_hold(specs_of(wholes)):
             return None
         pointers: list[int] = []
-        for block in _blocks(tensors):
-            if not _same(self._getters, tensors, self._local, block):
-                return None
-            pointers += map(torch.Tensor.data_ptr, tensors[block])
-        for block in _blocks(wholes):
-            if not _same(_WHOLE, wholes, self._whole, block):
-                return None
-            if not _same(_SPEC, specs, self._spec, block):
-                return None
-        return pointers
+        if not self._locals.hold(leaves.tensor_values(), pointers):
+            return None
+        return pointers if self._wholes.hold(wholes) else None
+
+    def _take_specs(self, specs: list[object]) -> None:
+        self._specs = specs
+        # Many tensors have one spec: it is looked into once.
+        self._distinct = list({id(spec): spec for spec in specs}.values())
+        self._spec = [list(map(get, self._distinct)) for get in _SPEC]
+
+    def _specs_hold(self, specs: list[object]) -> bool:
+        if not all(map(is_, specs, self._specs)):
+            # Equal ones take long to compare, and are mostly the same.
+            if specs != self._specs:
+                return False
+            self._take_specs(specs)
+        inside = [list(map(get, self._distinct)) for get in _SPEC]
+        if any(not all(map(is_, *both)) for both in zip(inside, self._spec, strict=True)):
+            return inside == self._spec
+        return True
+
+
+class _Columns:
+    """What tensors say to each of some getters."""
+
+    def __init__(self, getters: tuple[Getter, ...], values: Sequence[torch.Tensor]) -> None:
+        self._getters = getters
+        self._columns = _columns(getters, values)
+        self._alike = [likeness(values[block]) for block in _blocks(values)]
+
+    def hold(self, values: Sequence[torch.Tensor], pointers: list[int] | None = None) -> bool:
+        """Whether as many others say the same; their addresses are added to ``pointers``."""
+        for block, alike in zip(_blocks(values), self._alike, strict=True):
+            some = values[block]
+            if alike is None or not alike(*some):
+                columns = [column[block] for column in self._columns]
+                if not _same(self._getters, some, columns):
+                    return False
+            if pointers is not None:
+                pointers += map(torch.Tensor.data_ptr, some)
+        return True
 
 
 def pointers_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Addresses of the first elements."""
     return list(map(torch.Tensor.data_ptr, tensors))
-
-
-def _specs(wholes: Sequence[DTensor]) -> list[Any]:
-    return [local_and_spec(whole)[1] for whole in wholes]
 
 
 def _columns(getters: tuple[Getter, ...], values: Sequence[object]) -> list[list[object]]:
@@ -107,13 +131,8 @@ def _blocks(values: Sequence[object]) -> Iterator[slice]:
 
 
 def _same(
-    getters: tuple[Getter, ...],
-    values: Sequence[object],
-    columns: list[list[object]],
-    block: slice,
+    getters: tuple[Getter, ...], values: Sequence[object], columns: Sequence[list[object]]
 ) -> bool:
-    some = values[block]
     return all(
-        all(map(eq, map(get, some), column[block]))
-        for get, column in zip(getters, columns, strict=True)
+        all(map(eq, map(get, values), column)) for get, column in zip(getters, columns, strict=True)
     )

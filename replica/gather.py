@@ -2,7 +2,8 @@
 
 A call per tensor costs more than the bytes of a small one. `process_vm_readv` takes a thousand
 addresses at once, without the interpreter's lock, and here the process that it reads is this one.
-What was measured for that choice: `docs/performance.md`.
+What was measured for that choice: `docs/performance.md`. The kernel takes 2 us for each, however
+small: what is no larger than a number, as an optimizer's step counts, is picked by numpy instead.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from replica.image import Bytes
 from replica.memcopy import share
 
+_NUMBER_BYTES = (1, 2, 4, 8)
 SMALL_BYTES = 1 << 16
 """Tensors of fewer bytes are gathered; above, the bytes take longer than the call."""
 _CALL_VECTORS = 1024
@@ -55,21 +59,83 @@ class Gathers:
     """The small tensors of a plan. Holds neither a tensor nor an address."""
 
     def __init__(self, smalls: Sequence[Small]) -> None:
-        self._positions = np.array([small.position for small in smalls], np.intp)
-        self._targets = _vectors([small.start for small in smalls], smalls)
-        self._sources = _vectors([0] * len(smalls), smalls)
+        sizes = [_number_bytes(small) for small in smalls]
+        split = {size: list(compress(smalls, map(size.__eq__, sizes))) for size in set(sizes)}
+        self._vectors = _Vectors(split.pop(0, []))
+        self._numbers = [_Numbers(size, some) for size, some in split.items()]
 
-    def copy(self, pointers: Sequence[int], base: int, keep: object) -> None:
-        """Copy all into the buffer at address `base`; `pointers` are those of all the tensors.
+    def copy(self, pointers: Sequence[int], buffer: Bytes, keep: object) -> None:
+        """Copy all into the buffer; `pointers` are those of all the tensors.
 
         `keep` holds the memory alive. Returns, or raises, when no thread touches any of it any
         more.
         """
+        addresses = np.array(pointers, np.uint64)
+        for numbers in self._numbers:
+            numbers.copy(addresses, buffer)
+        self._vectors.copy(addresses, buffer.__array_interface__["data"][0], keep)
+
+
+def _number_bytes(small: Small) -> int:
+    """The size of a tensor that goes into the buffer as one number would lie there, or 0."""
+    fits = small.nbytes in _NUMBER_BYTES and small.start % small.nbytes == 0
+    return small.nbytes if fits else 0
+
+
+class _Numbers:
+    """Tensors of one number each, all of one size."""
+
+    def __init__(self, size: int, smalls: Sequence[Small]) -> None:
+        self._size = size
+        self._positions = np.array([one.position for one in smalls], np.intp)
+        self._targets = np.array([one.start // size for one in smalls], np.intp)
+        self._end = max(one.start + size for one in smalls)
+
+    def copy(self, addresses: _Words, buffer: Bytes) -> None:
+        """Pick them out of what looks like one array, from the lowest address to the highest."""
+        size, number = self._size, np.dtype(f"u{self._size}")
+        sources = addresses[self._positions]
+        lowest = sources.min()
+        far = (sources - lowest).astype(np.intp)
+        # One that lies across its size, as in a file's bytes, is picked byte by byte.
+        word = 1 if (far % size).any() else size
+        memory = _memory(int(lowest), int(far.max()) + size).view(f"u{word}")
+        found = memory[(far // word)[:, None] + np.arange(size // word)]
+        buffer[: self._end].view(number)[self._targets] = found.view(number)[:, 0]
+
+
+class _Window:
+    """Some of this process's address space, for numpy."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "data": (address, True),
+        }
+
+
+def _memory(address: int, nbytes: int) -> Bytes:
+    """uint8[nbytes] at an address; most of it must not be read, for nothing may be mapped there."""
+    return np.asarray(_Window(address, nbytes))
+
+
+class _Vectors:
+    """Tensors that the kernel copies, a list of them at a time."""
+
+    def __init__(self, smalls: Sequence[Small]) -> None:
+        self._positions = np.array([small.position for small in smalls], np.intp)
+        self._targets = _vectors([small.start for small in smalls], smalls)
+        self._sources = _vectors([0] * len(smalls), smalls)
+
+    def copy(self, addresses: _Words, base: int, keep: object) -> None:
+        """As `Gathers.copy`, into a buffer at address `base`."""
         if not len(self._positions):
             return
         targets, sources = self._targets.copy(), self._sources.copy()
         targets[:, 0] += np.uint64(base)
-        sources[:, 0] = np.array(pointers, np.uint64)[self._positions]
+        sources[:, 0] = addresses[self._positions]
         calls = range(0, len(sources), _CALL_VECTORS)
         left = iter(calls)
         share(lambda: _drain(left, targets, sources, keep), len(calls) // _SERIAL_CALLS)

@@ -29,7 +29,7 @@ from replica.state import MODULE, Live
 from replica.steady_modules import ModuleShape
 from replica.steady_objects import Changed, look_at_optimizer
 from replica.tensor_kinds import PLAIN_TENSORS
-from replica.torch_private import DTensor, local_and_spec
+from replica.torch_private import DTensor, locals_of
 from replica.tree import Encoder, Node, items, leaf_names, node_text, pairs
 from replica.unsupported import Unsupported
 
@@ -236,10 +236,11 @@ class Recipe:
         ):
             raise Changed
         picked = {at: values[at] for at in self._picked_wholes}
-        for at, whole in picked.items():
-            values[at] = local = local_and_spec(whole)[0]
-            if type(local) not in PLAIN_TENSORS:
-                raise Changed
+        locals_ = locals_of(picked.values())
+        if not PLAIN_TENSORS.issuperset(map(type, locals_)):
+            raise Changed
+        for at, local in zip(picked, locals_, strict=True):
+            values[at] = local
         wholes = leaves.wholes | picked
         leaves.wholes = {at: wholes[at] for at in self._wholes} if self._read_wholes else wholes
         leaves.tensors = self._tensors

@@ -8,10 +8,10 @@ loop over the modules takes several times as long as passes over lists of what t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
-from operator import is_, methodcaller
-from typing import Any
+from operator import contains, is_, itemgetter, methodcaller
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,8 +26,6 @@ from replica.torch_private import (
 
 _ASKED = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _VALUES = methodcaller("values")
-_Owns = Sequence[Mapping[str, Any]]
-"""The attributes of each module."""
 
 
 class ModuleShape:
@@ -39,19 +37,21 @@ class ModuleShape:
         self._refs = [weakref.ref(module) for module in modules]
         self._kinds = list(map(type, modules))
         self._groups = [at for at, kind in enumerate(self._kinds) if issubclass(kind, FSDPModule)]
-        owns = list(map(vars, modules))
-        self._check(modules, owns)
-        self._names = _names(owns)
-        self._hidden = [frozenset(own["_non_persistent_buffers_set"]) for own in owns]
+        parts = self._look(modules)
+        self._names = parts.names()
+        self._hidden = list(map(frozenset, parts.hidden))
         where = {id(module): at for at, module in enumerate(modules)}
         # None, too, may stand for a child; it is found behind the last module.
-        self._children = [where.get(id(child), -1) for child in _children(owns)]
-        values = _values(owns)
+        self._children = [where.get(id(child), -1) for child in _inside(parts.children)]
+        values = parts.values()
         self._nones = list(map(is_, values, repeat(None)))
+        persistent: frozenset[str] = frozenset()
         self._shown = [
             value is not None and name not in hidden
-            for own, hides in zip(owns, self._hidden, strict=True)
-            for box, hidden in ((own["_parameters"], ()), (own["_buffers"], hides))
+            for params, buffers, hides in zip(
+                parts.params, parts.buffers, self._hidden, strict=True
+            )
+            for box, hidden in ((params, persistent), (buffers, hides))
             for name, value in box.items()
         ]
 
@@ -62,33 +62,66 @@ class ModuleShape:
             raise Changed
         if list(map(type, modules)) != self._kinds:
             raise Changed
-        owns = list(map(vars, modules))
-        self._check(modules, owns)
-        if _names(owns) != self._names:
-            raise Changed
-        if [own["_non_persistent_buffers_set"] for own in owns] != self._hidden:
+        parts = self._look(modules)
+        if parts.names() != self._names or list(parts.hidden) != self._hidden:
             raise Changed
         expected = [*modules, None]
-        if not all(map(is_, _children(owns), [expected[at] for at in self._children])):
+        if not all(map(is_, _inside(parts.children), [expected[at] for at in self._children])):
             raise Changed
-        values = _values(owns)
+        values = parts.values()
         if list(map(is_, values, repeat(None))) != self._nones:
             raise Changed
         return list(compress(values, self._shown))
 
-    def _check(self, modules: Sequence[nn.Module], owns: _Owns) -> None:
+    def _look(self, modules: Sequence[nn.Module]) -> _Parts:
+        """What the modules have; `Changed` where it does not say all that `state_dict()` would."""
         # Classes are judged each time, for they too can be changed.
         if not all(map(_is_stock, set(self._kinds))):
             raise Changed
-        if any(own["_state_dict_hooks"] for own in owns):
+        owns = list(map(vars, modules))
+        if any(any(map(contains, owns, repeat(name))) for name in _ASKED):
             raise Changed
-        if any(name in own for name in _ASKED for own in owns):
-            raise Changed
-        before = [own["_state_dict_pre_hooks"] for own in owns]
-        if foreign_hooks(chain.from_iterable(map(_VALUES, before))):
+        parts = _Parts(*zip(*map(_PARTS, owns), strict=True))
+        if any(parts.after) or foreign_hooks(_inside(filter(None, parts.before))):
             raise Changed
         if unsharded_groups(modules[at] for at in self._groups):
             raise Changed
+        return parts
+
+
+class _Parts(NamedTuple):
+    """Columns of some attributes, a row for each module."""
+
+    params: tuple[dict[str, Any], ...]
+    buffers: tuple[dict[str, Any], ...]
+    children: tuple[dict[str, nn.Module | None], ...]
+    hidden: tuple[set[str], ...]
+    before: tuple[dict[int, Any], ...]
+    after: tuple[dict[int, Any], ...]
+
+    def boxes(self) -> list[dict[str, Any]]:
+        """Parameters and buffers of the first module, of the second, and so on."""
+        return list(chain.from_iterable(zip(self.params, self.buffers, strict=True)))
+
+    def names(self) -> list[object]:
+        """How many parameters, buffers and children each has, and all their names."""
+        boxes = [*self.boxes(), *self.children]
+        return [list(map(len, boxes)), list(chain.from_iterable(boxes))]
+
+    def values(self) -> list[Any]:
+        """All parameters and buffers, in that order."""
+        return _inside(self.boxes())
+
+
+# In one go: what lies in a module's dict is cold, and 1,400 of them are more than the cache keeps.
+_PARTS = itemgetter(
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+)
 
 
 def _walk(root: nn.Module) -> list[nn.Module]:
@@ -103,23 +136,8 @@ def _walk(root: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def _names(owns: _Owns) -> list[object]:
-    """How many parameters, buffers and children each has, and all their names."""
-    boxes = _boxes(owns)
-    boxes += [own["_modules"] for own in owns]
-    return [list(map(len, boxes)), list(chain.from_iterable(boxes))]
-
-
-def _boxes(owns: _Owns) -> list[dict[str, Any]]:
-    return [own[name] for own in owns for name in ("_parameters", "_buffers")]
-
-
-def _values(owns: _Owns) -> list[Any]:
-    return list(chain.from_iterable(map(_VALUES, _boxes(owns))))
-
-
-def _children(owns: _Owns) -> list[nn.Module | None]:
-    return list(chain.from_iterable(map(_VALUES, [own["_modules"] for own in owns])))
+def _inside(boxes: Iterable[Mapping[Any, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(_VALUES, boxes)))
 
 
 def _is_stock(kind: type[nn.Module]) -> bool:

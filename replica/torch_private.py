@@ -9,7 +9,9 @@ its names and not by its module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,11 +40,14 @@ __all__ = [
     "in_compiled_code",
     "is_stock_loader",
     "is_stock_saver",
+    "likeness",
     "local_and_spec",
+    "locals_of",
     "neg_view",
     "rng_region",
     "set_rng_region",
     "sharded_parameters",
+    "specs_of",
     "state_dict_hooks",
     "unreduced_gradients",
     "unsharded_groups",
@@ -92,6 +97,68 @@ _probe()
 def local_and_spec(value: DTensor) -> tuple[torch.Tensor, object]:
     """The local shard itself (no copy, no autograd) and the spec, which compares by value."""
     return value._local_tensor, value._spec
+
+
+def locals_of(values: Iterable[DTensor]) -> list[torch.Tensor]:
+    """The local shards of many, as `local_and_spec` has them."""
+    return list(map(attrgetter("_local_tensor"), values))
+
+
+def specs_of(values: Iterable[DTensor]) -> list[object]:
+    """The specs of many, as `local_and_spec` has them."""
+    return list(map(attrgetter("_spec"), values))
+
+
+def likeness(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """A check whether as many others are like these; None where torch has none that is trusted.
+
+    True only for tensors of the same classes, dtypes, layouts, devices, sizes, strides, conjugate
+    and negative flags; false for some that are alike too, as where `requires_grad` has changed.
+    It is what `torch.compile` guards its code with: one pass over memory instead of one per
+    question. Holds no tensor.
+    """
+    guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    if guards is None or not _tells_apart(guards):
+        return None
+    return _guard(guards, tensors)
+
+
+def _guard(guards: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    sizes = [list(value.size()) for value in tensors]
+    strides = [list(value.stride()) for value in tensors]
+    made = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return made.check  # type: ignore[no-any-return]
+
+
+@cache
+def _tells_apart(guards: Any) -> bool:
+    """Whether it sees every difference that matters here; a version of torch may have dropped one.
+
+    Asked with small tensors once in a process.
+    """
+    one = torch.zeros(2, 3)
+    number = torch.zeros(2, 3, dtype=torch.complex64)
+    others = [
+        torch.zeros(3, 2),
+        torch.zeros(6),
+        torch.zeros(3, 2).t(),
+        torch.zeros(2, 6)[:, ::2],
+        torch.zeros(2, 3, dtype=torch.int32),
+        torch.zeros(2, 3, device="meta"),
+        torch.zeros(2, 3).to_sparse(),
+        torch._neg_view(torch.zeros(2, 3)),
+        nn.Parameter(torch.zeros(2, 3), requires_grad=False),
+    ]
+    try:
+        of_one, of_number = _guard(guards, [one]), _guard(guards, [number])
+        return (
+            of_one(torch.ones(2, 3))
+            and of_number(number)
+            and not of_number(number.conj())
+            and not any(map(of_one, others))
+        )
+    except (TypeError, ValueError, RuntimeError, SystemError):
+        return False  # its arguments have changed
 
 
 def neg_view(value: torch.Tensor) -> torch.Tensor:

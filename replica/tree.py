@@ -312,7 +312,9 @@ def joined_text(root: str, tables: str) -> bytes:
 
 def is_readable(text: bytes) -> bool:
     """Whether a tree is no larger than its reader takes."""
-    return len(text) <= MAX_TREE_BYTES and count_nodes(text) <= MAX_NODES
+    # What separates values takes a byte each: most texts need not be counted.
+    few = len(text) < MAX_NODES or count_nodes(text) <= MAX_NODES
+    return few and len(text) <= MAX_TREE_BYTES
 
 
 def _largest(root: Node) -> str:
