@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from erasure.errors import PlanariaError
@@ -30,6 +31,7 @@ from recovery.manifest import Generation
 from recovery.session import RestoreOutcome
 from replica.arena import Slot
 from replica.at_exit import THREAD_PREFIX
+from replica.changes import Changes
 from replica.fault_points import reach
 from replica.idle import Idle
 from replica.job import Job
@@ -68,9 +70,8 @@ class Driver:
         self.counts.loud = self.job.rank == 0
         self._runner = Runner(self.job.store, self.job.clock)
         self._queue: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
-        # Entered by itself: a condition can be left half entered by an interrupt.
-        self._lock, self._over = threading.RLock(), threading.Event()
-        self._changed = threading.Condition(self._lock)
+        self._changes, self._over = Changes(), False
+        self._lock = self._changes.lock
         self.keys = Keys(self.job.store, root=self.job.rank == 0)
         self._stopping = self._held = self._turning = False
         self._mending = ""
@@ -89,9 +90,8 @@ class Driver:
     def wait_decided(self, timeout_s: float) -> bool:
         """Wait until the newest attempt's decision has been read here; whether it has been."""
         self.job.clock.nudge()
-        with self._lock:
-            self._changed.wait_for(lambda: self.ledger.decided or bool(self.broken), timeout_s)
-            return self.ledger.decided
+        self._changes.wait_for(lambda: self.ledger.decided or bool(self.broken), timeout_s)
+        return self.read().decided
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until a step would be taken, or nothing is under way that could change that."""
@@ -102,22 +102,23 @@ class Driver:
             return bool(self.broken) or (ledger.decided and not held_up)
 
         self.job.clock.nudge()
-        with self._lock:
-            self._changed.wait_for(over, timeout_s)
-            return self.ledger.may_admit
+        self._changes.wait_for(over, timeout_s)
+        return self.read().may_admit
 
     def admit(self, generation: Generation, timeout_s: float) -> bool:
         """Begin ``generation`` once the decision before it has been read; whether it has begun.
 
         ``submit`` follows. A mend under way comes first, in the background.
         """
-        self.job.clock.nudge()
-        with self._lock:
-            self._changed.wait_for(lambda: self.ledger.may_admit or bool(self.broken), timeout_s)
-            ready = self.ledger.may_admit and not self.broken
-            if ready:
+
+        def begin() -> bool:
+            if self.ledger.may_admit and not self.broken:
                 self.ledger = self.ledger.admit(generation)
-            return ready
+            return bool(self.broken) or self.ledger.current == generation
+
+        self.job.clock.nudge()
+        self._changes.wait_for(begin, timeout_s)
+        return self.read().current == generation
 
     @contextmanager
     def held(self, timeout_s: float) -> Iterator[bool]:
@@ -144,8 +145,10 @@ class Driver:
         deadline_s, told = self.job.clock.now_s() + timeout_s, ""
         self.job.clock.nudge()
         while True:
+            left_s = max(0.0, deadline_s - self.job.clock.now_s())
+            self._changes.wait_for(partial(self._stirs, told), left_s)
             with self._lock:
-                mend = self._wait_idle(deadline_s, told)
+                mend = self._mending
                 if self._still:
                     return True
             if mend in ("", told):
@@ -159,20 +162,15 @@ class Driver:
         """Under the lock: the background thread touches no slot."""
         return self.ledger.idle and not self._turning
 
-    def _wait_idle(self, deadline_s: float, told: str) -> str:
-        """Under the lock, until idle, or a mend other than ``told`` has begun; its name."""
-
-        def over() -> bool:
-            return self._still or bool(self.broken) or self._mending not in ("", told)
-
-        self._changed.wait_for(over, max(0.0, deadline_s - self.job.clock.now_s()))
-        return self._mending
+    def _stirs(self, told: str) -> bool:
+        """Under the lock: it is still, or broken, or a mend other than ``told`` has begun."""
+        return self._still or bool(self.broken) or self._mending not in ("", told)
 
     def change(self, change: Callable[[Ledger], Ledger]) -> None:
         """Replace the ledger by ``change`` of it."""
         with self._lock:
             self.ledger = change(self.ledger)
-            self._changed.notify_all()
+            self._changes.tell()
 
     def submit(self, request: Request) -> None:
         """Hand a generation over; its slot belongs to the background until the ledger frees it."""
@@ -198,16 +196,15 @@ class Driver:
         """
         self._stopping = True
         self._queue.put(None)
-        with self._lock:
-            # All ranks close at about the same time, and a mend mostly takes a moment.
-            grace_s = min(MEND_GRACE_S, timeout_s / 4)
-            self._changed.wait_for(lambda: not self._mending or bool(self.broken), grace_s)
-            mend = self._mending
+        # All ranks close at about the same time, and a mend mostly takes a moment.
+        grace_s = min(MEND_GRACE_S, timeout_s / 4)
+        self._changes.wait_for(lambda: not self._mending or bool(self.broken), grace_s)
+        mend = self._mending
         if mend:
             self._idle.mender.give_way(self.job.front, "closes", mend)
         self.job.clock.nudge()
-        self._over.wait(timeout_s)
-        if self._over.is_set() and self._saver.idle:
+        over = self._changes.wait_for(lambda: self._over, timeout_s)
+        if over and self._saver.idle:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -215,7 +212,9 @@ class Driver:
         while True:
             request = self._next()
             if request is None:
-                self._over.set()
+                with self._lock:
+                    self._over = True
+                    self._changes.tell()
                 self._saver.close_arena()
                 return
             try:
@@ -229,7 +228,7 @@ class Driver:
                 log.exception("no further save in this process")
                 with self._lock:
                     self.broken = f"{type(error).__name__}: {error}"
-                    self._changed.notify_all()
+                    self._changes.tell()
                 if isinstance(request, Request):
                     request.ticket.fail(self.broken)
 
@@ -243,7 +242,7 @@ class Driver:
         finally:
             with self._lock:
                 self._turning = False
-                self._changed.notify_all()
+                self._changes.tell()
 
     def begin_mend(self, name: str, sequence: int) -> set[str] | None:
         """Enter a mend in the ledger; the log of its keys, or None when a save came first."""
@@ -251,7 +250,7 @@ class Driver:
             if not self.ledger.idle or self._held:
                 return None
             self.ledger, self._mending = self.ledger.mend(), name
-            self._changed.notify_all()
+            self._changes.tell()
             return self.keys.open(sequence)
 
     def end_mend(self, protection: int | None, *, last: bool) -> Generation | None:
@@ -266,7 +265,7 @@ class Driver:
                 self.ledger = self.ledger.give_up_kept()
             self._mending = ""
             self.protection = self.protection if protection is None else protection
-            self._changed.notify_all()
+            self._changes.tell()
             return given_up
 
     def look(self) -> None:

@@ -25,6 +25,7 @@ import torch
 from erasure.digest import digest
 from erasure.errors import PlanariaError
 from replica.at_exit import THREAD_PREFIX
+from replica.changes import Changes
 from replica.errors import SaveFailed, StateError
 from replica.memcopy import PIECE_BYTES, Piece, copy_pieces
 
@@ -68,9 +69,8 @@ class LateCopy:
         self._started = self._over = False
         self._failure: PlanariaError | None = None
         self._on_ended: Callable[[], None] = _nothing
-        # Entered as a plain lock, which an interrupt cannot leave half entered.
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changes = Changes()
+        self._lock = self._changes.lock
 
     def start(self, on_ended: Callable[[], None]) -> None:
         """Begin in the background; ``on_ended`` is called once, when nothing touches the target.
@@ -119,9 +119,9 @@ class LateCopy:
         self._tell(on_ended)
 
     def _wait(self, timeout_s: float) -> None:
+        if self._changes.wait_for(lambda: self._over, timeout_s):
+            return
         with self._lock:
-            if self._changed.wait_for(lambda: self._over, timeout_s):
-                return
             turns, running = len(self._turns) - self._next, self._running
         self.give_up(
             SaveFailed(
@@ -181,7 +181,7 @@ class LateCopy:
 
     def _settle(self) -> Callable[[], None]:
         """Under the lock: tell who waits; what is to be called when the lock is left."""
-        self._changed.notify_all()
+        self._changes.tell()
         if not self._over or self._running:
             return _nothing
         on_ended, self._on_ended = self._on_ended, _nothing

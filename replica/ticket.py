@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from replica.changes import Changes
 from replica.errors import ConfigError, SaveFailed
 
 STAGES = ("staged", "held", "committed")
@@ -27,11 +27,11 @@ class Ticket:
         self.limit_s = 0.0
         self._stage = -1
         self._failed = False
-        self._changed = threading.Condition()
+        self._changes = Changes()
         self._tell: Callable[[Ticket], None] | None = None
 
     def __repr__(self) -> str:
-        with self._changed:
+        with self._changes.lock:
             reached = STAGES[self._stage] if self._stage >= 0 else "admitted"
             if self.skipped or self._failed:
                 reached = f"{'skipped' if self.skipped else 'failed'}: {self.reason}"
@@ -40,13 +40,13 @@ class Ticket:
     @property
     def done(self) -> bool:
         """Committed, failed or skipped."""
-        with self._changed:
+        with self._changes.lock:
             return self._over()
 
     @property
     def failed(self) -> bool:
         """The save was given up; ``reason`` says why."""
-        with self._changed:
+        with self._changes.lock:
             return self._failed
 
     def wait(self, stage: str = "committed", timeout_s: float | None = None) -> None:
@@ -59,8 +59,8 @@ class Ticket:
             raise ConfigError(f"stage is {stage!r}, expected one of {STAGES}")
         wanted = STAGES.index(stage)
         timeout_s = self.limit_s if timeout_s is None else timeout_s
-        with self._changed:
-            self._changed.wait_for(lambda: self._stage >= wanted or self._over(), timeout_s)
+        self._changes.wait_for(lambda: self._stage >= wanted or self._over(), timeout_s)
+        with self._changes.lock:
             if self._stage >= wanted or self.skipped:
                 return
             if self._failed:
@@ -70,16 +70,16 @@ class Ticket:
 
     def advance(self, stage: str) -> None:
         """For the driver: ``stage`` is reached."""
-        with self._changed:
+        with self._changes.lock:
             self._stage = max(self._stage, STAGES.index(stage))
-            self._changed.notify_all()
+            self._changes.tell()
         self._told()
 
     def fail(self, reason: str) -> None:
         """For the driver: the save is given up."""
-        with self._changed:
+        with self._changes.lock:
             self._failed, self.reason = True, reason
-            self._changed.notify_all()
+            self._changes.tell()
         self._told()
 
     def watch(self, tell: Callable[[Ticket], None]) -> None:
@@ -89,7 +89,7 @@ class Ticket:
 
     def facts(self) -> dict[str, Any]:
         """All that it says, in plain values, for a copy of it in another process."""
-        with self._changed:
+        with self._changes.lock:
             names = ("step", "skipped", "reason", "limit_s")
             return {name: getattr(self, name) for name in names} | {
                 "stage": self._stage,
@@ -98,13 +98,13 @@ class Ticket:
 
     def follow(self, facts: Mapping[str, Any]) -> None:
         """Become what ``facts`` of the original say; older ones change nothing."""
-        with self._changed:
+        with self._changes.lock:
             if self._over():
                 return
             self.skipped, self._failed = facts["skipped"] is True, facts["failed"] is True
             self.reason, self.limit_s = str(facts["reason"]), float(facts["limit_s"])
             self._stage = min(max(self._stage, int(facts["stage"])), len(STAGES) - 1)
-            self._changed.notify_all()
+            self._changes.tell()
 
     def _told(self) -> None:
         if self._tell is not None:

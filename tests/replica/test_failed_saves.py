@@ -142,11 +142,8 @@ def test_a_listener_that_exits_does_not_end_saving_in_silence(arena_dir):
 
     me = Cluster(arena_dir, ["a"], "none", on_event=exits, timeout_s=5.0).member(0)
     me.ckpt.save(1)
-    assert me.ckpt._engine.driver._changed.acquire(timeout=5.0)
-    try:
-        assert me.ckpt._engine.driver._changed.wait_for(lambda: me.ckpt._engine.driver.broken, 5.0)
-    finally:
-        me.ckpt._engine.driver._changed.release()
+    driver = me.ckpt._engine.driver
+    assert driver._changes.wait_for(lambda: driver.broken, 5.0)
     with pytest.raises(SaveFailed, match="no further save is possible in this process: SystemExit"):
         me.ckpt.save(2)
     me.ckpt.close()

@@ -163,8 +163,7 @@ def test_a_save_that_comes_during_a_mend_is_staged_at_once_and_commits(arena_dir
 def wait_mending(me):
     """Wait until this rank is in a mend."""
     driver = me.ckpt._engine.driver
-    with driver._changed:
-        assert driver._changed.wait_for(lambda: bool(driver._mending), MENDED_S)
+    assert driver._changes.wait_for(lambda: bool(driver._mending), MENDED_S)
 
 
 def test_what_is_staged_during_a_mend_is_not_overwritten_by_it(arena_dir):
