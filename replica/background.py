@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from replica.at_exit import THREAD_PREFIX
 from replica.config import Options
@@ -35,12 +35,16 @@ log = logging.getLogger("planaria")
 _PULSES = 10
 """So many signs of life within the time after which a trainer counts this process as hung."""
 _PULSE_S = 1.0
+_INSIST_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _INTERRUPT = signal.SIGRTMIN + 3
 
 
 class BrokenOff(BaseException):
-    """The trainer's thread was interrupted in the call that is under way."""
+    """The trainer's thread was interrupted in the call that is under way.
+
+    What is raised is of a class of its own, named like what interrupted: the ranks are told that.
+    """
 
 
 def main() -> None:
@@ -67,7 +71,8 @@ class _Service:
         self._answers: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._open = 0
         """Number of the call under way; 0: none."""
-        self._cancelled = 0
+        self._last = self._cancelled = 0
+        self._broken_off: type[BrokenOff] = BrokenOff
         self._engine: Engine | None = None
         self._snapshot = RemoteSnapshot(self._ask, self._send)
         self._telling = threading.Lock()
@@ -99,7 +104,7 @@ class _Service:
         self._open = number
         try:
             if self._cancelled == number:
-                raise BrokenOff
+                self._break_off()
             said = {"result": None, **calls[field(frame, "name", str)](field(frame, "args", dict))}
         except BrokenOff as error:
             said = {"raised": error_word(error)}
@@ -167,7 +172,7 @@ class _Service:
         while frame.get("call") != number:
             frame = self._answers.get()
         if frame.get("broken off"):
-            raise BrokenOff
+            self._break_off()
         if "raised" in frame:
             error = error_of(frame["raised"])
             error.add_note(str(frame["raised"].get("trace", "")))
@@ -210,8 +215,7 @@ class _Service:
         pause = threading.Event()
         while True:
             pause.wait(self._pulse_s)
-            if self._open:
-                self._send({"alive": self._open})
+            self._send({"alive": self._open})
 
     # ---- what comes from it
 
@@ -226,24 +230,45 @@ class _Service:
 
     def _route(self, frame: Frame) -> None:
         if "name" in frame:
+            self._last = field(frame, "call", int)
             self._calls.put(frame)
         elif "cancel" in frame:
-            self._cancel(field(frame, "cancel", int))
+            self._cancel(field(frame, "cancel", int), field(frame, "why", str))
         elif "late" in frame:
             self._snapshot.late_word(frame)
         elif frame.get("call") == self._open:
             self._answers.put(frame)
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self, number: int, why: str) -> None:
+        if number != self._last:
+            # The trainer was interrupted just before it would have sent the call.
+            self._send({"call": number, "raised": error_word(BrokenOff())})
+            return
+        named: type[BrokenOff] = type(why, (BrokenOff,), {"__doc__": "Interrupted so."})
+        self._broken_off = named
         self._cancelled = number
-        if self._open == number:
+        name = f"{THREAD_PREFIX}break off"
+        threading.Thread(target=self._insist, args=(number,), name=name, daemon=True).start()
+
+    def _insist(self, number: int) -> None:
+        """Interrupt the main thread until it has noticed.
+
+        A signal that comes just before it begins to wait is noticed only when the wait is over.
+        """
+        pause = threading.Event()
+        while self._open == self._cancelled == number:
             signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
+            pause.wait(_INSIST_S)
 
     def _interrupted(self, *_: object) -> None:
         """In the main thread: break the call off, if it is still the one."""
         if self._open and self._open == self._cancelled:
-            self._cancelled = 0
-            raise BrokenOff
+            self._break_off()
+
+    def _break_off(self) -> NoReturn:
+        # Once only: what ends the call must not be interrupted in its turn.
+        self._cancelled = 0
+        raise self._broken_off
 
 
 class _ToTrainer(logging.Handler):

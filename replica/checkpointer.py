@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import MutableMapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from replica.errors import ConfigError
 from replica.forked import watch
 from replica.group import as_group
 from replica.overlap import Overlap
+from replica.place import background_of
 from replica.remote import RemoteEngine
 from replica.snapshot import Snapshot
 from replica.ticket import Ticket
@@ -151,8 +153,9 @@ class Checkpointer:
             raise ConfigError(f"this Checkpointer cannot be used any more: {unusable}")
         if engine is None:
             group = self._group_given = as_group(self._group_given)
-            kind = RemoteEngine if self._options.background == "process" else Engine
-            engine = kind.open(self._options, group, self._snapshot, self._emit)
+            options = replace(self._options, background=background_of(self._options, group))
+            kind = RemoteEngine if options.background == "process" else Engine
+            engine = kind.open(options, group, self._snapshot, self._emit)
             self._engine = engine
             if self._options.overlap:
                 self._snapshot.overlap = Overlap(

@@ -20,7 +20,7 @@ Event = Mapping[str, Any]
 DEFAULT_ARENA_DIR = "/dev/shm"
 NAME_CHARS_MAX = 256
 WHEN_BUSY = ("skip", "wait")
-BACKGROUND = ("thread", "process")
+BACKGROUND = ("auto", "thread", "process")
 _REDUNDANCY = re.compile(r"auto|none|copies:\d{1,3}|stripe:\d{1,3}\+\d{1,3}")
 
 
@@ -54,8 +54,9 @@ class Options:
     """Copy parameters and optimizer state behind forward and backward, before the next step."""
     overlap_check: bool = False
     """With overlap: fail a save whose late bytes were changed before they were copied."""
-    background: str = "thread"
-    """Where the work behind ``save`` runs: on a "thread", or in a "process" of its own."""
+    background: str = "auto"
+    """Where the work behind ``save`` runs: on a "thread", in a "process" of its own, or "auto": in
+    a process where the group has a TCPStore, or is none, else on a thread."""
     self_check: bool = True
     """Before the first save of a process, read back what it captured; a difference is an error."""
     network_interface: str | None = None

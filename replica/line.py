@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replica.at_exit import THREAD_PREFIX
+from replica.changes import NOTICE_S
 from replica.errors import PeerError
 from replica.fault_points import module_in_background
 from replica.wire import Frame, Wire, WireLost, error_of, error_word, field
@@ -40,11 +41,19 @@ END_S = 5.0
 TRACE_CHARS_MAX = 10_000
 BREAK_OFF_S = 5.0
 """How long an interrupted call waits for the other process to have broken it off."""
+RESTART = "restart all ranks of the job: they go on from the newest committed step"
+"""What to do about a process that is gone."""
+_LOOKS = 4
+"""So often in a row is silence found before it counts: not once, after all of a node stood still.
+"""
 # The name tells the package that what only a trainer needs is not to be imported.
 _NAME = "planaria-background"
 _BOOT = f"import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); sys.argv[0] = {_NAME!r}"
+# First of all, since loading torch takes long: a trainer that ends meanwhile takes it along.
+_TETHER = "import ctypes; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)"
 _MAIN = "from replica.background import main; main()"
-# Meant for the trainer, by hand, by a launcher or by a scheduler: it decides what they mean.
+# Meant for the trainer, by hand, by a launcher or by a scheduler: it decides what they mean. The
+# last three are the terminal's, which may stop who writes there and is not in the foreground.
 _NOT_FOR_IT = {
     signal.SIGHUP,
     signal.SIGINT,
@@ -53,6 +62,9 @@ _NOT_FOR_IT = {
     signal.SIGUSR1,
     signal.SIGUSR2,
     signal.SIGALRM,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
 }
 
 
@@ -67,7 +79,8 @@ class Line:
     ``may_end``: it may end by itself now, before it is open and once it is asked to close.
 
     ``on_note`` is called in the reading thread with every note, first of all, and ``on_end`` there
-    once the process is gone; ``tell`` in a thread of its own with what may take its time.
+    once the process is gone; ``tell`` in a thread of its own with what may take its time. While
+    ``pending`` holds, between two calls too, a process that is silent for ``silence_s`` is ended.
     """
 
     def __init__(
@@ -77,34 +90,41 @@ class Line:
         on_note: Callable[[Frame], None],
         on_end: Callable[[str], None],
         tell: Callable[[Frame], None],
+        pending: Callable[[], bool],
     ) -> None:
         self.lost = ""
         self.may_end = True
         self.others_start_s = OTHERS_START_S
         self.pid = 0
         self._silence_s = silence_s
-        self._on_note, self._on_end, self._tell = on_note, on_end, tell
+        self._on_note, self._on_end, self._tell, self._pending = on_note, on_end, tell, pending
         self._calls: dict[int, queue.SimpleQueue[Frame | None]] = {}
         self._number = 0
         self._heard_s = time.monotonic()
         self._why = ""
+        self._unwanted = False
         self._notes: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._started = threading.Event()
         self._failure: Exception | None = None
         self._ready, self._ended = threading.Event(), threading.Event()
+        self._reader: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: Wire
         name = f"{THREAD_PREFIX}background"
         self._teller = threading.Thread(target=self._tell_all, name=f"{name} notes", daemon=True)
 
     def start(self) -> None:
-        """Start the process and wait until it serves. Raises OSError, or Ended."""
+        """Start the process and wait until it serves. Raises OSError, or Ended.
+
+        Broken off by an exception, Ctrl-C say, it has to be hung up.
+        """
         ours, theirs = socket.socketpair()
         # A process that stands still must not hold the trainer when a socket is full.
         ours.settimeout(self._silence_s)
         self._wire = Wire(ours)
         name = f"{THREAD_PREFIX}background"
-        threading.Thread(target=self._read, args=(theirs,), name=name, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(theirs,), name=name, daemon=True)
+        self._reader.start()
         self._started.wait()
         if self._failure is not None:
             raise self._failure
@@ -116,6 +136,11 @@ class Line:
         if self._ended.is_set():
             raise Ended(self.lost or f"the background process, pid {self.pid}, has ended")
         self.others_start_s += OTHERS_START_RATIO * (time.monotonic() - began_s)
+
+    @property
+    def ended(self) -> bool:
+        """The process is gone, however that was."""
+        return self._ended.is_set()
 
     def call(self, name: str, args: Frame, serve: Serve, silence_s: float | None = None) -> Frame:
         """Have the process carry out a call; the frame of its result.
@@ -133,6 +158,12 @@ class Line:
         try:
             self._send({"call": number, "name": name, "args": args})
             return self._follow(number, answers, serve, silence_s or self._silence_s)
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException as error:
+            # Also where it came just before or after the call was sent: nobody knows which.
+            self._break_off(number, answers, type(error).__name__)
+            raise
         finally:
             del self._calls[number]
 
@@ -144,15 +175,15 @@ class Line:
             log.debug("%s", error)
 
     def hang_up(self, timeout_s: float) -> None:
-        """Wait until the process has ended, and see that it does."""
+        """Wait until the process has ended, and see that it does; of none there is, nothing."""
         self.may_end = True
-        if not self._ended.wait(timeout_s):
+        if self._reader is not None and not self._ended.wait(timeout_s):
             self.kill("")
             self._ended.wait(END_S)
 
     def kill(self, why: str) -> None:
         """End the process at once; ``why`` is put before how it ended."""
-        self._why = self._why or why
+        self._why, self._unwanted = self._why or why, True
         if self._process is not None:
             self._process.kill()
 
@@ -168,30 +199,23 @@ class Line:
         self, number: int, answers: queue.SimpleQueue[Frame | None], serve: Serve, silence_s: float
     ) -> Frame:
         while True:
-            try:
-                frame = self._next(answers, silence_s)
-                if "result" in frame:
-                    return frame
-                if "raised" in frame:
-                    raise error_of(frame["raised"])
-                if "ask" in frame:
-                    answer = self._answer(frame, serve)
-                else:
-                    self._tell(frame)
-                    continue
-            except (Exception, GeneratorExit):
-                raise
-            except BaseException:
-                self._break_off(number, answers)
-                raise
-            self._send({"call": number, **answer})
-            self._heard_s = time.monotonic()
+            frame = self._next(answers, silence_s)
+            if "result" in frame:
+                return frame
+            if "raised" in frame:
+                raise error_of(frame["raised"])
+            if "ask" in frame:
+                self._send({"call": number, **self._answer(frame, serve)})
+                self._heard_s = time.monotonic()
+            else:
+                self._tell(frame)
 
     def _next(self, answers: queue.SimpleQueue[Frame | None], silence_s: float) -> Frame:
         while True:
             left_s = self._heard_s + silence_s - time.monotonic()
             try:
-                frame = answers.get(timeout=max(0.0, left_s))
+                # Ctrl-C that comes just before a wait begins is noticed only when that is over.
+                frame = answers.get(timeout=min(max(0.0, left_s), NOTICE_S))
             except queue.Empty:
                 if self._heard_s + silence_s > time.monotonic():
                     continue
@@ -209,9 +233,9 @@ class Line:
         except Exception as error:  # noqa: BLE001 - a user's method may raise anything
             return {"raised": {**error_word(error), "trace": _trace(error)}}
 
-    def _break_off(self, number: int, answers: queue.SimpleQueue[Frame | None]) -> None:
-        """Tell the process that the call's thread was interrupted, and wait until it has ended."""
-        self.send({"cancel": number})
+    def _break_off(self, number: int, answers: queue.SimpleQueue[Frame | None], why: str) -> None:
+        """Tell the process by what the call's thread was interrupted; wait until the call ends."""
+        self.send({"cancel": number, "why": why})
         limit_s = time.monotonic() + BREAK_OFF_S
         while (left_s := limit_s - time.monotonic()) > 0:
             try:
@@ -238,6 +262,8 @@ class Line:
             theirs.close()
             self._started.set()
         self.pid = process.pid
+        if self._unwanted:
+            process.kill()
         try:
             self._read_all(watch)
         except WireLost as error:
@@ -247,11 +273,18 @@ class Line:
             self._bury(process)
 
     def _read_all(self, watch: int) -> None:
+        silent = 0
         while True:
-            said, ended = self._wire.wait(watch)
+            said, ended = self._wire.wait(watch, self._silence_s / _LOOKS)
             frames = self._wire.receive() if said else None
             if frames is None and (said or ended):
                 return
+            if frames is None:
+                silent = silent + 1 if self._pending() else 0
+                if silent == _LOOKS:
+                    self.kill(f"it had said nothing for {self._silence_s} s and was ended")
+                continue
+            silent = 0
             self._heard_s = time.monotonic()
             for frame in frames or ():
                 self._route(frame)
@@ -286,8 +319,10 @@ class Line:
             process.kill()
             code = process.wait()
         if code or self._why or not self.may_end:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
             why = f": {self._why}" if self._why else ""
+            if code == -signal.SIGKILL and not self._why:
+                why = ", as the kernel does where memory runs out: see its log"
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
             self.lost = f"the background process, pid {process.pid}, {how}{why}"
         if not self.may_end:
             self._on_end(self.lost)
@@ -302,7 +337,7 @@ class Line:
 def _launch(descriptor: int) -> subprocess.Popen[bytes]:
     paths = "\n".join(path or os.getcwd() for path in sys.path)  # noqa: PTH109 - as sys.path
     module = module_in_background()
-    boot = "; ".join([_BOOT, *([f"import {module}"] if module else []), _MAIN])
+    boot = "; ".join([_TETHER, _BOOT, *([f"import {module}"] if module else []), _MAIN])
     return subprocess.Popen(
         [sys.executable, "-c", boot, paths, str(descriptor), str(os.getpid())],
         pass_fds=(descriptor,),
@@ -320,4 +355,4 @@ def _trace(error: Exception) -> str:
 
 def gone(error: Ended) -> PeerError:
     """What a call raises for which there is no better word."""
-    return PeerError(str(error))
+    return PeerError(f"{error}; {RESTART}")

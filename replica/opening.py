@@ -41,6 +41,8 @@ log = logging.getLogger("planaria")
 TOUCHED_BYTES_PER_S_MIN = 200e6
 """Lowest rate at which a node is trusted to make its arenas before a deadline counts against it."""
 
+ROUNDS = 5
+"""So many exchanges make an opening that succeeds: the introductions, then the four rounds."""
 _SHARED_OPTIONS = (
     "redundancy",
     "interval_steps",

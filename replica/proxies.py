@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from replica.arena import Arena
-from replica.errors import ConfigError, SaveFailed, StateError
+from replica.errors import ArenaError, ConfigError, SaveFailed, StateError
 from replica.image import Bytes, ShardHeader
 from replica.silence import bounded
 from replica.slot import data_name
@@ -218,7 +218,13 @@ class RemoteSnapshot:
 
 
 def _memory(path: str, capacity: int) -> Frame:
-    facts = Path(path).stat()
+    try:
+        facts = Path(path).stat()
+    except FileNotFoundError as error:
+        raise ArenaError(
+            f"{path} was removed by somebody while this process used it: that slot is lost, and "
+            "one of the next saves makes it anew. Leave the arena of a running job alone"
+        ) from error
     return {"path": path, "capacity": capacity, "device": facts.st_dev, "inode": facts.st_ino}
 
 

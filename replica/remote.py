@@ -15,9 +15,9 @@ from recovery.session import RestoreAborted, RestoreHalfDone
 from replica.config import Options
 from replica.errors import ConfigError, PeerError, SaveFailed
 from replica.group import Group, MemoryGroup, TorchGroup
-from replica.line import OTHERS_START_S, Ended, Line, gone
+from replica.line import OTHERS_START_S, RESTART, Ended, Line, gone
 from replica.mappings import Mappings
-from replica.opening import together
+from replica.opening import ROUNDS, together
 from replica.request import Counts
 from replica.serving import Serving
 from replica.snapshot import Snapshot
@@ -39,7 +39,7 @@ class RemoteEngine:
     def __init__(self, options: Options, group: Group, snapshot: Snapshot, emit: Emit) -> None:
         self.unusable = ""
         self.closed = False
-        self._options = options
+        self._options, self._rank = options, group.rank
         self._emit = emit
         self._status: dict[str, Any] = {"open": False}
         self._lock = threading.Lock()
@@ -48,7 +48,11 @@ class RemoteEngine:
         self._told: Ticket | None = None
         self._counts = Counts(loud=True)
         self._line = Line(
-            silence_s=options.timeout_s, on_note=self._note, on_end=self._end, tell=self._tell
+            silence_s=options.timeout_s,
+            on_note=self._note,
+            on_end=self._end,
+            tell=self._tell,
+            pending=lambda: bool(self._pending()),
         )
         self._serving = Serving(group, snapshot, emit, self._line.send)
 
@@ -56,21 +60,28 @@ class RemoteEngine:
     def open(cls, options: Options, group: Group, snapshot: Snapshot, emit: Emit) -> RemoteEngine:
         """Start the process and have it open the job; raises what ``Engine.open`` does."""
         engine = cls(options, group, snapshot, emit)
-        facts: Frame = {}
-
-        def start() -> None:
-            facts.update(_group_facts(group, options.timeout_s))
-            engine._line.start()
-
         try:
-            start()
+            engine._start(group)
+        except BaseException:
+            # Ctrl-C too: nobody has this engine, and its process must not stay.
+            engine._line.hang_up(0.0)
+            engine._serving.forget()
+            raise
+        engine._line.may_end = False
+        return engine
+
+    def _start(self, group: Group) -> None:
+        facts: Frame = {}
+        options = self._options
+        try:
+            facts.update(_group_facts(group, options.timeout_s))
+            self._line.start()
         except Exception as error:  # noqa: BLE001 - all ranks raise it
             # All are told in the first word that they wait for.
-            if isinstance(error, Ended):
-                error = gone(error)
-            together(group, options.timeout_s + OTHERS_START_S, _raiser(error))
-        engine._serving.grace_s = engine._line.others_start_s
-        engine._serving.mappings = Mappings(engine._line.pid)
+            known = gone(error) if isinstance(error, Ended) else error
+            together(group, options.timeout_s + OTHERS_START_S, _raiser(known))
+        self._serving.grace_s = self._line.others_start_s
+        self._serving.mappings = Mappings(self._line.pid)
         args = {
             "script": str(Path(sys.argv[0] or "interactive").absolute()),
             "log_level": log.getEffectiveLevel(),
@@ -79,24 +90,29 @@ class RemoteEngine:
             "group": facts,
         }
         try:
-            engine._call("open", args)
+            self._call("open", args)
         except Ended as error:
-            raise PeerError(f"rank {group.rank}: {error}") from engine._serving.raised
-        except BaseException:
-            engine._line.hang_up(0.0)
-            raise
-        engine._line.may_end = False
-        return engine
+            self._tell_others(group, gone(error))
+            raise PeerError(f"rank {group.rank}: {gone(error)}") from self._serving.raised
+
+    def _tell_others(self, group: Group, error: PeerError) -> None:
+        """Raise ``error`` on all ranks, in the round of the opening that they wait in, if any.
+
+        Before the last one there is a next for all, unless one of them has ended it already.
+        """
+        if self._serving.rounds < ROUNDS and not self._serving.disagreed:
+            together(group, 2 * self._options.timeout_s + OTHERS_START_S, _raiser(error))
 
     def restore(self) -> int | None:
         """Load the newest state there is for every rank (see ``Checkpointer.restore``)."""
         try:
             frame = self._call("restore", {})
         except Ended as error:
+            text = f"rank {self._rank}: {gone(error)}"
             if self._serving.committed:
-                self.unusable = str(error)
-                raise RestoreHalfDone(str(error)) from None
-            raise RestoreAborted(str(error)) from None
+                self.unusable = text
+                raise RestoreHalfDone(text) from None
+            raise RestoreAborted(text) from None
         step: int | None = field(frame, "result", (int, type(None)))
         return step
 
@@ -117,21 +133,36 @@ class RemoteEngine:
         return dict(self._status)
 
     def close(self, timeout_s: float, *, goodbye: bool) -> None:
-        """As ``Engine.close``; afterwards the process is gone."""
-        line, args = self._line, {"timeout_s": timeout_s, "goodbye": goodbye}
-        line.may_end = True
+        """As ``Engine.close``; afterwards the process is gone.
+
+        Broken off by Ctrl-C, say, it is to be called again.
+        """
         try:
-            if not line.lost:
-                self._call("close", args, silence_s=timeout_s + CLOSE_SLACK_S)
-        except Ended as error:
-            log.error("while closing: %s", error)  # noqa: TRY400 - the sentence says it all
-            self._fail_all(str(error))
-        finally:
-            line.hang_up(CLOSE_SLACK_S)
-            self.closed = True
-        last = self._last
+            self._ask_to_close(timeout_s, goodbye=goodbye)
+        except Exception:
+            self._release()
+            raise
+        self._release()
+        line, last = self._line, self._last
         if line.lost and last is not None and last.failed and self._options.on_error == "raise":
             raise SaveFailed(f"step {last.step} was not committed: {last.reason}")
+
+    def _ask_to_close(self, timeout_s: float, *, goodbye: bool) -> None:
+        line, args = self._line, {"timeout_s": timeout_s, "goodbye": goodbye}
+        again, line.may_end = line.may_end, True
+        if line.ended:
+            return
+        try:
+            self._call("close", args, silence_s=timeout_s + CLOSE_SLACK_S)
+        except Ended as error:
+            # A close that was broken off here may have come to its end there.
+            log.log(logging.DEBUG if again else logging.ERROR, "while closing: %s", error)
+            self._fail_all(str(error))
+
+    def _release(self) -> None:
+        self._line.hang_up(CLOSE_SLACK_S)
+        self._serving.forget()
+        self.closed = True
 
     def _call(self, name: str, args: Frame, silence_s: float | None = None) -> Frame:
         self._serving.begin()
@@ -146,7 +177,7 @@ class RemoteEngine:
 
     def _cannot(self, step: int) -> Ticket:
         """A step that comes when the process is gone; training goes on unless ``on_error`` says."""
-        reason = f"no further save is possible in this process: {self._line.lost}"
+        reason = f"no further save is possible in this process: {self._line.lost}; {RESTART}"
         if self._options.on_error == "raise":
             raise SaveFailed(reason)
         self._last = ticket = Ticket(step)
@@ -183,16 +214,20 @@ class RemoteEngine:
 
     def _end(self, how: str) -> None:
         """In the reading thread: the process is gone, and nobody had asked it to go."""
-        log.error("%s. Training goes on, and no further step is saved by this process", how)
+        log.error(
+            "%s. Training goes on, and no further step is saved by this process: %s", how, RESTART
+        )
         counts = {"busy": False, "broken": how, "last_error": how, "protected": "none"}
         self._status = self._status | counts
         self._fail_all(how)
 
     def _fail_all(self, how: str) -> None:
-        with self._lock:
-            pending = [ticket for ticket in self._tickets.values() if not ticket.done]
-        for ticket in pending:
+        for ticket in self._pending():
             ticket.fail(how)
+
+    def _pending(self) -> list[Ticket]:
+        with self._lock:
+            return [ticket for ticket in self._tickets.values() if not ticket.done]
 
     def _tell(self, frame: Frame) -> None:
         """Pass on an event, or a line of the log."""

@@ -16,6 +16,7 @@ from replica.mappings import Mappings
 from replica.snapshot import LoadPlan, Snapshot
 from replica.source import Captured
 from replica.wire import Frame, WireLost, error_word, field
+from replica.words import parse_word
 
 log = logging.getLogger("planaria")
 
@@ -23,7 +24,8 @@ log = logging.getLogger("planaria")
 class Serving:
     """Answers for one open Checkpointer. ``committed``: live objects may have been changed.
 
-    ``raised``: the last exception of the state's own methods in this call.
+    ``raised``: the last exception of the state's own methods in this call. ``rounds``: how often
+    the ranks have agreed; ``disagreed``: an exchange failed, or one of them said that it had.
     """
 
     def __init__(
@@ -42,13 +44,14 @@ class Serving:
         self._copies: dict[int, Captured] = {}
         self.raised: Exception | None = None
         self.committed = False
+        self.rounds, self.disagreed = 0, False
         self._answers: dict[str, Callable[[Frame], Any]] = {
             "exchange": self._exchange,
             "estimate": lambda args: self._snapshot.estimate_bytes(field(args, "rank", int)),
             "plan": self._plan,
             "capture": self._capture,
             "late": self._start_late,
-            "forget": self._forget,
+            "forget": lambda _: self.forget(),
             "prepare": self._prepare,
             "commit": self._commit,
             "event": lambda args: self._emit(field(args, "event", dict)),
@@ -73,7 +76,10 @@ class Serving:
         timeout_s = field(args, "timeout_s", (int, float)) + self.grace_s
         # Only the first word may have to wait for another rank's process to start.
         self.grace_s = 0.0
+        self.disagreed = True
         words = self._group.exchange(value, timeout_s)
+        self.disagreed = any("error" in parse_word(raw, rank) for rank, raw in enumerate(words))
+        self.rounds += 1
         return [base64.b64encode(word).decode() for word in words]
 
     def _plan(self, args: Frame) -> None:
@@ -110,9 +116,11 @@ class Serving:
 
         threading.Thread(target=finish, name=f"{THREAD_PREFIX}late copy", daemon=True).start()
 
-    def _forget(self, _: Frame) -> None:
+    def forget(self) -> None:
+        """Let go of all memory of the process's that is mapped here."""
         self._snapshot.forget_buffers()
         self.mappings.forget()
+        self._late, self._copies, self._prepared = None, {}, None
 
     def _prepare(self, args: Frame) -> Frame:
         view = self.mappings.view(field(args, "memory", dict))

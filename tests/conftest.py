@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from replica import checkpointer
+
 TMPFS = Path("/dev/shm")
 
 settings.register_profile("dev", deadline=None, print_blob=True, max_examples=30)
@@ -50,6 +52,19 @@ def pytest_terminal_summary(terminalreporter):
 def rng(request):
     """Return a numpy Generator of this test's own, the same whatever other tests run."""
     return np.random.default_rng([SEED, *request.node.nodeid.encode()])
+
+
+@pytest.fixture(autouse=True)
+def on_threads(monkeypatch):
+    """Where a test says nothing, the work behind ``save`` is in its own process, to be seen.
+
+    What starts as a script of its own has the default.
+    """
+    monkeypatch.setattr(
+        checkpointer,
+        "background_of",
+        lambda options, _: "thread" if options.background == "auto" else options.background,
+    )
 
 
 @pytest.fixture

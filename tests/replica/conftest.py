@@ -8,8 +8,11 @@ import subprocess
 
 import pytest
 
+from replica import fault_points
 from replica.arena import Arena
 from tests.replica.arena_tools import OPEN, Children
+from tests.replica.background_tools import Faults
+from tests.replica.control import ADDRESS
 from tests.replica.pool import Pool
 from tests.replica.worlds import Host
 
@@ -101,3 +104,11 @@ def real(pool, arena_dir):
     host = Host(pool, arena_dir)
     yield host
     host.close()
+
+
+@pytest.fixture
+def faults(monkeypatch):
+    """Return the faults of background processes of this one."""
+    monkeypatch.setenv(ADDRESS, "")
+    yield Faults()
+    fault_points.load_in_background("")

@@ -5,38 +5,13 @@ Where a job would kill or stop its own process, it kills or stops the trainer, a
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
-import socket
 import threading
+from collections import ChainMap
 
-from tests.replica import jobs
-from tests.replica.control import ADDRESS
-
-
-class _Line:
-    def __init__(self) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.connect(f"\0{os.environ[ADDRESS]}")
-        self.lines = self.socket.makefile()
-
-    def say(self, **message: object) -> None:
-        """Send one line to the trainer; it may be gone."""
-        with contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def serve(self) -> None:
-        """Do what comes."""
-        for line in self.lines:
-            self.do(line)
-
-    def do(self, line: str) -> None:
-        """Do the jobs of one line, and say that it is done."""
-        for asked in json.loads(line):
-            getattr(jobs, asked["job"])(**asked["args"])
-        self.say(done=True)
+from tests.replica import jobs, stays
+from tests.replica.control import Listener
 
 
 def strike(number: signal.Signals) -> None:
@@ -47,8 +22,7 @@ def strike(number: signal.Signals) -> None:
     signal.pthread_kill(threading.get_ident(), number)
 
 
-_LINE = _Line()
-jobs.announce = lambda event: _LINE.say(event=event)
+_LINE = Listener(ChainMap(vars(stays), vars(jobs)))
+jobs.announce = stays.announce = lambda event: _LINE.say(event=event)
 jobs.strike = strike
-_LINE.do(_LINE.lines.readline())
-threading.Thread(target=_LINE.serve, daemon=True).start()
+_LINE.start()

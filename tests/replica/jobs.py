@@ -30,7 +30,7 @@ from replica.encode import EncodePass
 from replica.fetch import Fetcher
 from replica.transports.gloo import GlooChannel
 from tests.replica.alike import Alike
-from tests.replica.control import Control
+from tests.replica.control import Control, background
 from tests.replica.pool import serve_store
 
 torch.set_num_threads(1)
@@ -94,6 +94,14 @@ def join(rank: int, world: int, port: int, prefix: str) -> None:
     )
     store = dist.PrefixStore(prefix, HERE.client)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def join_by_file(rank: int, world: int, path: str) -> None:
+    """Make the default process group over a store that is a file."""
+    timeout = timedelta(seconds=30)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=world, timeout=timeout
+    )
 
 
 def leave() -> None:
@@ -185,7 +193,7 @@ def set_mode(mode: str) -> None:
 
 def make(owner: int, step: int, elements: int = 4000, **options: Any) -> None:
     """Make a Checkpointer over the toy of ``owner`` at ``step``."""
-    set_mode(options.get("background", "thread"))
+    set_mode(options.setdefault("background", background()))
     HERE.state = toy(owner, step, elements)
     HERE.events = _Events()
     HERE.checkpointer = replica.Checkpointer(HERE.state, on_event=HERE.events.append, **options)
@@ -193,7 +201,7 @@ def make(owner: int, step: int, elements: int = 4000, **options: Any) -> None:
 
 def make_bare(elements: int, **options: Any) -> None:
     """Make a Checkpointer over one tensor of zeros."""
-    set_mode(options.get("background", "thread"))
+    set_mode(options.setdefault("background", background()))
     HERE.state = {"weights": torch.zeros(elements)}
     HERE.checkpointer = replica.Checkpointer(HERE.state, **options)
 
@@ -317,7 +325,7 @@ def build_training(seed: int) -> None:
 
 def make_for_training(**options: Any) -> None:
     """Make a Checkpointer over the training."""
-    set_mode(options.get("background", "thread"))
+    set_mode(options.setdefault("background", background()))
     HERE.events = _Events()
     state = HERE.training.state()
     HERE.checkpointer = replica.Checkpointer(state, on_event=HERE.events.append, **options)
@@ -345,7 +353,7 @@ def build_alike(seed: int) -> None:
 
 def make_alike(**options: Any) -> None:
     """Make a Checkpointer over it."""
-    set_mode(options.get("background", "thread"))
+    set_mode(options.setdefault("background", background()))
     HERE.checkpointer = replica.Checkpointer(HERE.training.state, **options)
 
 
@@ -477,6 +485,16 @@ def stand_still(where: str, name: str, word: str) -> None:
         threading.Event().wait()
 
     _patch({"Fetcher": Fetcher, "GlooChannel": GlooChannel}[where], name, method)
+
+
+def have_it_stay(where: str, word: str) -> None:
+    """Have the background process, this or the next, stay at a method and say ``word`` there."""
+    elsewhere("stay", where=where, word=word)
+
+
+def have_it_stay_here(word: str) -> None:
+    """Have the next background process stay before it is ready."""
+    elsewhere("stay_here", word=word)
 
 
 def freeze_in_a_send() -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import replica
+from tests.replica.control import background
 from tests.replica.snapshot_tools import bits
 
 STEPS, FROM = 7, 4
@@ -73,6 +74,7 @@ def checkpointer(state, rank, arena, **options):
     """Open a Checkpointer in overlap mode, with its check."""
     given = {"job": "job", "arena_dir": arena, "node_id": f"n{rank}", "timeout_s": WAIT_S}
     given |= {"overlap": True, "overlap_check": True, "on_error": "raise"}
+    given["background"] = background()
     made = replica.Checkpointer(state, **given | options)
     made.start()
     return made

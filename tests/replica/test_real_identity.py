@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from replica.procs import identify
+from tests.replica.control import background
 from tests.replica.pool import worker_environment
 
 pytestmark = pytest.mark.real
@@ -21,7 +22,7 @@ import json, os, sys
 import torch, replica
 checkpointer = replica.Checkpointer(
     {"weights": torch.full((8,), 5.0)},
-    job="job", node_id="a", arena_dir=sys.argv[1], redundancy="none",
+    job="job", node_id="a", arena_dir=sys.argv[1], redundancy="none", background=sys.argv[2],
 )
 checkpointer.save(5).wait("committed", 60)
 print(os.getpid(), flush=True)
@@ -33,7 +34,7 @@ sys.stdin.read()
 def orphan(arena_dir):
     """Yield the pid of a trainer whose agent was killed, ended with the test at the latest."""
     agent = subprocess.Popen(
-        [sys.executable, "-c", AGENT, sys.executable, "-c", ORPHAN, str(arena_dir)],
+        [sys.executable, "-c", AGENT, sys.executable, "-c", ORPHAN, str(arena_dir), background()],
         env=worker_environment() | {"TORCHELASTIC_RUN_ID": "job"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
