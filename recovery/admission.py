@@ -22,9 +22,12 @@ class Admission:
         return f"{'take' if self.take else 'skip'}:{self.sequence}".encode()
 
 
-def admission_key(step: int, restores: int = 0) -> str:
-    """Store key of the admission of ``step``; a restore before it may have led back over it."""
-    return f"admit/{restores}/{step}"
+def admission_key(step: int, restores: int = 0, skips: int = 0) -> str:
+    """Store key of the admission of ``step``, which all ranks have skipped so many times before.
+
+    A restore before it may have led back over it.
+    """
+    return f"admit/{restores}/{step}" + (f"/{skips}" if skips else "")
 
 
 def propose(sequence: int, ledger: Ledger) -> Admission:
@@ -41,9 +44,9 @@ def parse_admission(raw: bytes) -> Admission:
 
 
 def admit_session(
-    step: int, restores: int, sequence: int, ledger: Ledger
+    step: int, restores: int, sequence: int, ledger: Ledger, skips: int = 0
 ) -> Generator[Any, Any, Admission]:
     """Ask whether ``step`` is saved; what the first rank to arrive decided."""
     mine = propose(sequence, ledger)
-    raw = yield CompareSet(admission_key(step, restores), mine.encode())
+    raw = yield CompareSet(admission_key(step, restores, skips), mine.encode())
     return parse_admission(raw)

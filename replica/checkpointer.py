@@ -113,9 +113,10 @@ class Checkpointer:
 
         All ranks call it with the same steps, rising. While a save is under way the step is skipped
         by all ranks together, or waits, by ``when_busy`` (None: the option's value; "wait" suits
-        the last save of a run). The first call waits until every rank has planned and raises
-        StateError on every rank when one has an unsupported value. Later failures are told by
-        ``on_error`` and the ticket.
+        the last save of a run). A skipped step may be given again. One that was taken, and was
+        committed or has failed, is not taken twice: the ticket of then is returned. The first call
+        waits until every rank has planned and raises StateError on every rank when one has an
+        unsupported value. Later failures are told by ``on_error`` and the ticket.
         """
         engine = self._open()
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:

@@ -7,6 +7,7 @@ ten times that, and wakes the garbage collector.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -28,11 +29,8 @@ _LOCAL: tuple[Getter, ...] = (
 )
 _WHOLE: tuple[Getter, ...] = (torch.Tensor.size, torch.Tensor.stride)
 # A spec can be changed in place: what it is made of is kept beside it.
-_SPEC: tuple[Getter, ...] = (
-    attrgetter("mesh"),
-    attrgetter("placements"),
-    attrgetter("tensor_meta"),
-)
+_inside = attrgetter("mesh", "placements", "tensor_meta")
+_is_nested = attrgetter("is_nested")
 _BLOCK = 256
 
 
@@ -50,7 +48,7 @@ class Facts:
         self._whole_at = list(leaves.wholes)
         wholes = list(leaves.wholes.values())
         self._wholes = _Columns(_WHOLE, wholes)
-        self._take_specs(specs_of(wholes))
+        self._specs = _Specs(specs_of(wholes))
 
     def hold(self, leaves: LeafList) -> list[int] | None:
         """The addresses of the tensors if these leaves are alike, in number and order too."""
@@ -64,26 +62,46 @@ class Facts:
         if not self._specs_hold(specs_of(wholes)):
             return None
         pointers: list[int] = []
-        if not self._locals.hold(leaves.tensor_values(), pointers):
+        try:
+            if not self._locals.hold(leaves.tensor_values(), pointers):
+                return None
+        except RuntimeError:
+            # A wrapper of torch.func has no memory; the walk says so by its name.
             return None
         return pointers if self._wholes.hold(wholes) else None
 
-    def _take_specs(self, specs: list[object]) -> None:
-        self._specs = specs
-        # Many tensors have one spec: it is looked into once.
-        self._distinct = list({id(spec): spec for spec in specs}.values())
-        self._spec = [list(map(get, self._distinct)) for get in _SPEC]
-
     def _specs_hold(self, specs: list[object]) -> bool:
-        if not all(map(is_, specs, self._specs)):
-            # Equal ones take long to compare, and are mostly the same.
-            if specs != self._specs:
+        known = self._specs
+        if not all(map(is_, specs, known.all)):
+            # Each is held against what its predecessor was made of: that one may have been changed.
+            if not known.hold(specs):
                 return False
-            self._take_specs(specs)
-        inside = [list(map(get, self._distinct)) for get in _SPEC]
-        if any(not all(map(is_, *both)) for both in zip(inside, self._spec, strict=True)):
-            return inside == self._spec
-        return True
+            known = self._specs = _Specs(specs)
+        return known.unchanged()
+
+
+class _Specs:
+    """The specs of some DTensors, and what they are made of: a spec can be changed in place."""
+
+    def __init__(self, specs: list[object]) -> None:
+        self.all = specs
+        # Many tensors have one spec: it is looked into once.
+        distinct = {id(spec): spec for spec in specs}
+        self._distinct = list(distinct.values())
+        self._made_of = [_inside(spec) for spec in self._distinct]
+        number = {one: at for at, one in enumerate(distinct)}
+        self._number = [number[id(spec)] for spec in specs]
+
+    def unchanged(self) -> bool:
+        """Whether they are still made of that."""
+        found = list(map(_inside, self._distinct))
+        same = all(map(is_, chain(*found), chain(*self._made_of)))
+        # Equal ones take long to compare, and are mostly the same.
+        return same or found == self._made_of
+
+    def hold(self, others: Sequence[object]) -> bool:
+        """Whether as many others are made of the same."""
+        return [self._made_of[at] for at in self._number] == list(map(_inside, others))
 
 
 class _Columns:
@@ -98,6 +116,9 @@ class _Columns:
         """Whether as many others say the same; their addresses are added to ``pointers``."""
         for block, alike in zip(_blocks(values), self._alike, strict=True):
             some = values[block]
+            # Those of a nested tensor would end the process where the guards ask for its strides.
+            if any(map(_is_nested, some)):
+                return False
             if alike is None or not alike(*some):
                 columns = [column[block] for column in self._columns]
                 if not _same(self._getters, some, columns):

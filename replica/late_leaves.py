@@ -39,7 +39,6 @@ LATE_BYTES_MIN = 1 << 16
 UNOWNED = "it is of no optimizer in the state"
 NO_MODULE = "it is of no module in the state"
 FROZEN = "it is frozen"
-ON_DEVICE = "it is not in the memory of the host"
 ON_DEVICE = "it lies on a GPU, whose copies are waited for (docs/performance.md)"
 IN_BACKWARD = "a hook on its gradient may step in backward"
 IN_FORWARD = "its max_norm changes it in forward"
@@ -85,7 +84,7 @@ class LateLeaves:
         self._objects = list(map(id, state.values()))
         modules, self._owners = _members(state)
         large = _large(leaves)
-        self._sizes = _group_sizes(self._owners)
+        self._groups = _members_of_groups(self._owners)
         self._owned = list(_owned(modules, self._owners, large))
         numbers = {number for one in self._owned for number in (*one.own, *one.kept)}
         self._arrays = arrays
@@ -97,7 +96,7 @@ class LateLeaves:
         values = leaves.values
         return (
             list(map(id, state.values())) == self._objects
-            and _group_sizes(self._owners) == self._sizes
+            and _members_of_groups(self._owners) == self._groups
             and all(number < len(values) and ref() is values[number] for number, ref in self._refs)
         )
 
@@ -157,8 +156,11 @@ def _groups(owner: object) -> list[dict[str, Any]]:
     return [group for group in groups if isinstance(group, dict)]
 
 
-def _group_sizes(owners: Iterable[object]) -> list[list[int]]:
-    return [[len(group.get("params", ())) for group in _groups(owner)] for owner in owners]
+def _members_of_groups(owners: Iterable[object]) -> list[list[list[int]]]:
+    """Which parameters each owner has, by id: those that matter are held by weak references too."""
+    return [
+        [list(map(id, group.get("params", ()))) for group in _groups(owner)] for owner in owners
+    ]
 
 
 def _owned(

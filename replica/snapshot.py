@@ -32,6 +32,7 @@ from replica.self_check import CHECK_HEADER, Captured, check_readable
 from replica.source import NeedCapacity
 from replica.state import Live, capture_state, live_state, outline_state
 from replica.steady import Asked, Recipe, recipe_for
+from replica.torch_private import transform
 from replica.tree import Node, is_readable, joined_text, leaf_names, tree_text
 from replica.unsupported import Unsupported
 
@@ -218,6 +219,12 @@ class Snapshot:
     def _capture(
         self, rank: int, *, outline: bool = False, seen: list[object] | None = None
     ) -> tuple[LeafList, bytes, CopyPlan]:
+        inside = transform()
+        if inside:
+            raise StateError(
+                f"rank {rank}: the state cannot be read inside of {inside}, where tensors are "
+                "written to later or not at all: save outside of it"
+            )
         live = Asked(outline_state if outline else live_state)
         again = None if outline or seen is not None else self._capture_again(live)
         if again is not None:

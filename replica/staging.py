@@ -32,6 +32,7 @@ class Stager:
     def __init__(self, job: Job, driver: Driver, snapshot: StateSource) -> None:
         self._job, self._driver, self._snapshot = job, driver, snapshot
         self._sequence = self._restores = self._plans = 0
+        self._skips = -1, 0
         self._planned = False
         self.last: Ticket | None = None
 
@@ -75,7 +76,7 @@ class Stager:
 
     def rewind(self, restores: int) -> None:
         """After a restore, the number ``restores`` of this process: steps start from there."""
-        self._restores, self.last = restores, None
+        self._restores, self.last, self._skips = restores, None, (-1, 0)
 
     def save(self, step: int, *, wait: bool) -> Ticket:
         """Admit, with ``wait`` after the save under way, and stage.
@@ -95,7 +96,10 @@ class Stager:
         if not admission.take:
             kept = driver.read().kept
             why = f"{kept.describe()} is kept until the restored step is protected" if kept else ""
-            return self._skip(step, why or "a save is under way")
+            ticket = self._skip(step, why or "a save is under way")
+            # All ranks have read the same decision: given again, the step is asked for anew.
+            self._skips = step, self._skips_of(step) + 1
+            return ticket
         self._sequence = admission.sequence
         self.last = ticket = Ticket(step)
         ticket.limit_s = 2 * timeout_s
@@ -122,12 +126,17 @@ class Stager:
         return ticket
 
     def _admit(self, step: int) -> Admission:
-        session = admit_session(step, self._restores, self._sequence, self._driver.read())
+        ledger, skips = self._driver.read(), self._skips_of(step)
+        session = admit_session(step, self._restores, self._sequence, ledger, skips)
         timeout_s = self._job.config.options.timeout_s
         return Runner(self._job.front, self._job.clock).run(session, {}, timeout_s=timeout_s)
 
     def _admission_key(self, step: int) -> str:
-        return admission_key(step, self._restores)
+        return admission_key(step, self._restores, self._skips_of(step))
+
+    def _skips_of(self, step: int) -> int:
+        """How often all ranks have skipped it, as far as the newest step given goes."""
+        return self._skips[1] if self._skips[0] == step else 0
 
     def _break_off(self, generation: Generation, ticket: Ticket, reason: str) -> None:
         """Abort a step in the middle of whose staging this thread was interrupted."""

@@ -128,7 +128,11 @@ class _Mapping:
         if keys != self.keys or list(map(type, keys)) != self.key_types:
             raise Changed
         reading.encoder.open(value)
-        self.row.read(list(value.values()), reading)
+        values = list(value.values())
+        self.row.read(values, reading)
+        # An object in it that is asked for its state may put others in the places beside it.
+        if self.row.others and not all(map(is_, value.values(), values)):
+            raise Changed
         reading.encoder.close(value)
 
 
@@ -141,7 +145,10 @@ class _Sequence:
         if type(value) is not self.kind:
             raise Changed
         reading.encoder.open(value)
-        self.row.read(value, reading)
+        values = list(value)
+        self.row.read(values, reading)
+        if self.row.others and not all(map(is_, value, values)):
+            raise Changed
         reading.encoder.close(value)
 
 

@@ -8,6 +8,7 @@ loop over the modules takes several times as long as passes over lists of what t
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import contains, is_, itemgetter, methodcaller
@@ -26,6 +27,7 @@ from replica.torch_private import (
 
 _ASKED = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _VALUES = methodcaller("values")
+_BOXES: frozenset[type] = frozenset({dict, OrderedDict})
 
 
 class ModuleShape:
@@ -82,6 +84,8 @@ class ModuleShape:
         if any(any(map(contains, owns, repeat(name))) for name in _ASKED):
             raise Changed
         parts = _Parts(*zip(*map(_PARTS, owns), strict=True))
+        if not _BOXES.issuperset(map(type, chain(parts.params, parts.buffers, parts.children))):
+            raise Changed
         if any(parts.after) or foreign_hooks(_inside(filter(None, parts.before))):
             raise Changed
         if unsharded_groups(modules[at] for at in self._groups):
@@ -114,7 +118,7 @@ class _Parts(NamedTuple):
 
 
 # In one go: what lies in a module's dict is cold, and 1,400 of them are more than the cache keeps.
-_PARTS = itemgetter(
+_PART_NAMES = (
     "_parameters",
     "_buffers",
     "_modules",
@@ -122,6 +126,7 @@ _PARTS = itemgetter(
     "_state_dict_pre_hooks",
     "_state_dict_hooks",
 )
+_PARTS = itemgetter(*_PART_NAMES)
 
 
 def _walk(root: nn.Module) -> list[nn.Module]:
@@ -142,6 +147,9 @@ def _inside(boxes: Iterable[Mapping[Any, Any]]) -> list[Any]:
 
 def _is_stock(kind: type[nn.Module]) -> bool:
     """Whether a class saves itself by code of torch alone, from a plain module's attributes."""
-    return all(
-        getattr(kind, name) is getattr(nn.Module, name) for name in _ASKED
-    ) and not issubclass(kind, FullyShardedDataParallel | torch.jit.ScriptModule)
+    return (
+        all(getattr(kind, name) is getattr(nn.Module, name) for name in _ASKED)
+        and not issubclass(kind, FullyShardedDataParallel | torch.jit.ScriptModule)
+        and kind.__getattribute__ is object.__getattribute__
+        and not any(hasattr(kind, name) for name in _PART_NAMES)
+    )

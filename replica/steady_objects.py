@@ -48,8 +48,10 @@ def look_at_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerLook:
         if type(group) is not dict or type(group.get("params")) is not list:
             raise Changed
         params = group["params"]
-        for number, param in enumerate(params, start):
-            number_of.setdefault(id(param), number)
+        # As torch numbers them: of one that is twice in a group the last place counts, of one that
+        # is in two groups the first.
+        here = {id(param): number for number, param in enumerate(params, start)}
+        number_of = here | number_of
         start += len(params)
         rest = {key: value for key, value in group.items() if key != "params"}
         packed.append({**rest, "params": [number_of[id(param)] for param in params]})

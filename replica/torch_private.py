@@ -49,6 +49,7 @@ __all__ = [
     "sharded_parameters",
     "specs_of",
     "state_dict_hooks",
+    "transform",
     "unreduced_gradients",
     "unsharded_groups",
 ]
@@ -71,6 +72,9 @@ def _probe() -> None:
         (torch, "_neg_view"),
         (torch.Tensor, "_post_accumulate_grad_hooks"),
         (torch._C._dynamo.eval_frame, "get_eval_frame_callback"),
+        (torch._C, "_get_dispatch_mode"),
+        (torch._C._functorch, "peek_interpreter_stack"),
+        *((torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")),
         (nn.Module(), "_state_dict_hooks"),
         (nn.Module(), "_state_dict_pre_hooks"),
         (nn.Module(), "_non_persistent_buffers_set"),
@@ -274,6 +278,18 @@ def in_compiled_code() -> bool:
     While it is being traced `torch.compiler.is_compiling` says so, and nothing else does.
     """
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def transform() -> str:
+    """Inside of what the caller is that has tensors written to later, or never; "" for nothing."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func"
+    kinds = torch._C._TorchDispatchModeKey
+    for kind in (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL):
+        mode = torch._C._get_dispatch_mode(kind)
+        if mode is not None:
+            return type(mode).__name__
+    return ""
 
 
 # Without this the compiler would try to trace it, and warn that it cannot.

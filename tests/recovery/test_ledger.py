@@ -111,6 +111,7 @@ def test_keys_of_admissions_count_the_restores():
     """After a restore the same step is asked for anew; without a word there was none."""
     assert admission_key(7, 2) == "admit/2/7"
     assert admission_key(7) == "admit/0/7"
+    assert admission_key(7, 2, 1) == "admit/2/7/1"
 
 
 @pytest.mark.parametrize("digits", [1, 18])
@@ -137,6 +138,7 @@ def test_to_ask_for_admission_is_one_compare_and_set():
     with pytest.raises(StopIteration) as stop:
         session.send(b"skip:9")
     assert stop.value.value == Admission(take=False, sequence=9)
+    assert next(admit_session(7, 2, 4, RESTORED, 3)) == CompareSet("admit/2/7/3", b"skip:4")
 
 
 def test_while_something_is_kept_the_first_to_arrive_proposes_to_skip():

@@ -403,7 +403,8 @@ def refused(state, rng):
         torch.ones(2, device="meta"),
         object(),
         torch.ones(2).as_subclass(Odd),
-    )[rng.integers(4)]
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    )[rng.integers(5)]
     key = some(state["box"], rng)
     old, state["box"][key] = state["box"][key], bad
     return Undo(lambda: state["box"].__setitem__(key, old))

@@ -632,6 +632,31 @@ def test_a_busy_step_is_skipped(make):
         assert one.status()["saves_committed"] == 3
 
 
+def test_a_skipped_step_may_be_given_again(arena_dir):
+    """The last step of a run, skipped in the loop, is saved by the call behind it, on all ranks."""
+
+    def body(me):
+        me.train(1)
+        me.ckpt.save(1).wait("committed", COMMIT_S)
+        me.train(2)
+        gates[me.rank].shut.set()
+        second = me.ckpt.save(2)
+        me.train(3)
+        seen = [me.ckpt.save(3).skipped, me.ckpt.save(3).skipped]
+        gates[me.rank].shut.clear()
+        gates[me.rank].open.set()
+        last = me.ckpt.save(3, when_busy="wait")
+        last.wait("committed", COMMIT_S)
+        return seen, second.failed, last.skipped, me.ckpt.save(3) is last, me.ckpt.status()
+
+    gates = [Gate(), Gate()]
+    cluster = Cluster(arena_dir, ["a", "b"], "copies:1")
+    cluster.groups = [HookedGroup(*both) for both in zip(cluster.groups, gates, strict=True)]
+    for seen, failed, skipped, same, status in cluster.run(body):
+        assert (seen, failed, skipped, same) == ([True, True], False, False, True)
+        assert (status["committed_step"], status["saves_committed"]) == (3, 3)
+
+
 def test_a_busy_step_waits_when_told_to(make):
     """With when_busy="wait" step 3 returns only after step 2 was decided, and is saved."""
     gate = Gate()

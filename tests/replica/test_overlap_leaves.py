@@ -317,6 +317,26 @@ def test_one_bad_owner_is_enough(overlap):
     assert late(overlap, state) == {"model.two.weight"}
 
 
+def test_a_parameter_that_its_optimizer_gave_away(overlap):
+    """Another takes its place in the group, which stays as large: nobody's step waits for it."""
+    model = nn.Module()
+    model.p, model.q = (nn.Parameter(torch.ones(100, 1000)) for _ in range(2))
+    optim = torch.optim.SGD([model.p], lr=0.1)
+    snapshot = Snapshot({"model": model, "optim": optim}, random_states=False)
+    snapshot.overlap = overlap
+    buffer = np.zeros(1 << 21, np.uint8)
+    found = []
+    for param in (model.p, model.p, model.q):
+        optim.param_groups[0]["params"][0] = param
+        param.grad = torch.ones_like(param)
+        optim.step()
+        captured = snapshot.begin_capture(buffer, HEADER)
+        found += [tensor.name for tensor in captured._late._tensors]
+        captured.start(lambda: None)
+        captured.finish(20.0)
+    assert found == ["model.p", "model.p", "model.q"]
+
+
 def test_what_changes_between_saves_is_noticed(overlap):
     """Moments that appear, a parameter added, a hook, an optimizer replaced: judged anew."""
     state = training(torch.optim.SGD, momentum=0.9)
