@@ -39,6 +39,7 @@ from replica.leaves import (
     find_homes,
     is_fortran,
     memory_of,
+    misaligned,
     unexpanded,
 )
 from replica.memcopy import PIECE_BYTES, Piece, copy_pieces
@@ -119,6 +120,9 @@ class CopyPlan:
         self._facts = Facts(leaves)
         self._pointers = pointers_of(tensors)
         self._homes = find_homes(tensors)
+        pair = misaligned(tensors, self._homes)
+        self.misaligned = None if pair is None else [leaves.tensors[member] for member in pair]
+        """Leaves, two of them, that no restore could give back."""
         self._spread = Spread(tensors, self._homes)
         items = list(_items(leaves, self._homes.blocks, _unique(self._names, len(leaves.values))))
         # Sizes are multiples of their alignment, so falling alignment keeps every entry aligned.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from replica.leaves import LeafList
-from replica.torch_private import likeness, specs_of
+from replica.torch_private import SPEC_FIELDS, likeness, specs_of
 
 Getter = Callable[[Any], object]
 
@@ -29,7 +29,7 @@ _LOCAL: tuple[Getter, ...] = (
 )
 _WHOLE: tuple[Getter, ...] = (torch.Tensor.size, torch.Tensor.stride)
 # A spec can be changed in place: what it is made of is kept beside it.
-_inside = attrgetter("mesh", "placements", "tensor_meta")
+_inside = attrgetter(*SPEC_FIELDS)
 _is_nested = attrgetter("is_nested")
 _BLOCK = 256
 

@@ -24,7 +24,7 @@ from replica.tables import CONJ, NEG, TABLE_FORMAT
 from replica.tensor_kinds import ELEMENTS_LIMIT, QUANTIZED, SIZE_LIMIT
 from replica.torch_private import neg_view
 from replica.tree import Node
-from replica.tree_reader import NO_VALUE, Decoder
+from replica.tree_reader import NO_VALUE, Decoder, NoLeaves
 
 _MAX_STRETCH = 4
 """A view spread over more than this many times its elements comes back without its gaps.
@@ -213,7 +213,7 @@ class LeafReader:
     def _read_array(self, row: Node) -> ArrayFacts:
         _, entry, descr, shape, fortran = row
         try:
-            dtype = dtype_from(Decoder(_NoLeaves()).decode(descr))
+            dtype = dtype_from(Decoder(NoLeaves()).decode(descr))
         except StateError:
             raise
         except NO_VALUE as fault:
@@ -263,11 +263,6 @@ class LeafReader:
             if all((lead + part.offset_bytes) % part.dtype.itemsize == 0 for part in members):
                 return lead
         raise ImageError("shard image: tensors that share memory lie on parts of elements")
-
-
-class _NoLeaves:
-    def value(self, index: int) -> bytes:
-        raise ImageError(f"shard image: leaf {index!r} inside the table of leaves")
 
 
 def _members(rows: list[Facts]) -> dict[int, list[TensorFacts]]:

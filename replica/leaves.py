@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from replica.numpy_types import dtype_refusal
-from replica.tensor_kinds import ELEMENTS_LIMIT, MAX_TENSORS, TOO_MANY, refusal
-from replica.torch_private import DTensor, local_and_spec
+from replica.tensor_kinds import ELEMENTS_LIMIT, MAX_TENSORS, REORDERED, TOO_MANY, refusal
+from replica.torch_private import DTensor, local_and_spec, shard_order
 from replica.unsupported import Unsupported, type_text
 
 _EXACT_OVERLAP_ELEMENTS = 1 << 24
@@ -43,6 +43,8 @@ class LeafList:
         local = value
         if isinstance(value, DTensor):
             local, _ = local_and_spec(value)
+            if shard_order(value) is not None:
+                raise Unsupported(value, REORDERED)
             self.wholes[index] = value
         why = refusal(local)
         if why is not None:
@@ -101,6 +103,21 @@ def unexpanded(value: torch.Tensor) -> torch.Tensor:
         if stride == 0 and size > 1:
             value = value.narrow(dim, 0, 1)
     return value
+
+
+def overlaps_itself(value: torch.Tensor) -> bool:
+    """Whether two elements lie at one place, those aside that a dimension of stride 0 repeats."""
+    bare = unexpanded(value)
+    reach = 1
+    for stride, size in sorted(zip(bare.stride(), bare.shape, strict=True)):
+        if size > 1 and stride < reach:
+            break
+        reach += max(size - 1, 0) * stride
+    else:
+        return False
+    # Dimensions that interleave, as in sliding windows. Where it is long to tell: they do.
+    many = bare.numel() > _EXACT_OVERLAP_ELEMENTS
+    return many or bool(np.unique(_places(bare)).size < bare.numel())
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -174,6 +191,24 @@ def find_homes(tensors: Sequence[torch.Tensor]) -> Homes:
     return Homes(tuple(blocks), tuple(homes[index] for index in range(len(tensors))))
 
 
+def misaligned(tensors: Sequence[torch.Tensor], homes: Homes) -> tuple[int, int] | None:
+    """Two tensors in one stretch of memory of which one lies across elements of the other.
+
+    No storage has views at both places, so that no restore could give them back. Sizes of elements
+    are powers of two: those that fit the largest one of a stretch fit one another.
+    """
+    widest: dict[int, int] = {}
+    for index, home in enumerate(homes.homes):
+        known = widest.setdefault(home.block, index)
+        if tensors[known].itemsize < tensors[index].itemsize:
+            widest[home.block] = index
+    for index, home in enumerate(homes.homes):
+        first = widest[home.block]
+        if (home.offset_bytes - homes.homes[first].offset_bytes) % tensors[index].itemsize:
+            return min(first, index), max(first, index)
+    return None
+
+
 def _groups(tensors: Sequence[torch.Tensor]) -> list[list[_Group]]:
     """Groups of equal views, a list per device, by rising address."""
     found: dict[tuple[object, ...], list[int]] = {}
@@ -229,14 +264,18 @@ def _parts(cluster: list[_Group], tensors: Sequence[torch.Tensor]) -> list[list[
 
 def _touched(value: torch.Tensor) -> np.ndarray[Any, Any]:
     """Addresses of all bytes of a view, sorted."""
-    bare = unexpanded(value)
-    places = np.zeros((1,) * bare.dim(), np.int64)
-    for dim, (size, stride) in enumerate(zip(bare.shape, bare.stride(), strict=True)):
-        shape = [1] * bare.dim()
+    first = value.data_ptr() + _places(unexpanded(value)).reshape(-1, 1) * value.itemsize
+    return np.unique(first + np.arange(value.itemsize))
+
+
+def _places(value: torch.Tensor) -> np.ndarray[Any, Any]:
+    """int64 of the view's shape: elements from its first one to each of them."""
+    places = np.zeros((1,) * value.dim(), np.int64)
+    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
+        shape = [1] * value.dim()
         shape[dim] = size
         places = places + (np.arange(size, dtype=np.int64) * stride).reshape(shape)
-    first = value.data_ptr() + places.reshape(-1, 1) * value.itemsize
-    return np.unique(first + np.arange(value.itemsize))
+    return places
 
 
 def _block(part: list[_Group]) -> Block:

@@ -1,10 +1,10 @@
-"""Live tensors as targets of a restore: do they fit, how are they filled, what do they share."""
+"""Live tensors as targets of a restore: do they fit, and how are they filled."""
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from torch.distributed.tensor.placement_types import Placement
 from replica.dtypes import carrier, dtype_name
 from replica.errors import StateError
 from replica.fresh import SpecFacts, TensorFacts
-from replica.leaves import find_homes, memory_of, span, unexpanded
+from replica.leaves import overlaps_itself, unexpanded
 from replica.scalars import only_scalars
 from replica.state import MODULE, OPTIMIZER, kind_of, module_state
 from replica.tables import mesh_signature, placement_names
-from replica.torch_private import DTensor, local_and_spec
+from replica.torch_private import DTensor, local_of
 
 
 def live_tensors(value: object, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
@@ -100,8 +100,8 @@ class LiveMeshes:
 def tensor_mismatch(live: torch.Tensor, facts: TensorFacts) -> tuple[str, bool] | None:
     """Why a saved tensor cannot be loaded into a live one, None if it can.
 
-    True beside it: only its dtype or its shape, the same on all ranks, is another, so that the live
-    tensor may be left as it is where the caller asked for that.
+    True beside it: only its dtype, its shape or how it overlaps itself, the same on all ranks, is
+    another, so that the live tensor may be left as it is where the caller asked for that.
     """
     if isinstance(live, DTensor) != (facts.spec is not None):
         kind = "a DTensor" if facts.spec is not None else "a plain tensor"
@@ -112,8 +112,29 @@ def tensor_mismatch(live: torch.Tensor, facts: TensorFacts) -> tuple[str, bool] 
         return f"saved with shape {list(facts.full_shape)}, has {list(live.shape)}", True
     if isinstance(live, DTensor) and facts.spec is not None:
         why = _spec_mismatch(live, facts, facts.spec)
-        return None if why is None else (why, False)
-    return None
+        if why is not None:
+            return why, False
+    why = _overlap_mismatch(local_of(live), facts)
+    return None if why is None else (why, True)
+
+
+def _overlap_mismatch(local: torch.Tensor, facts: TensorFacts) -> str | None:
+    """Why a tensor of which some elements lie at one place cannot hold the saved values, if so.
+
+    It can where the saved elements lay at one place too: they are sure to be equal.
+    """
+    if local.is_contiguous():
+        return None
+    rows = zip(local.shape, local.stride(), facts.strides, strict=True)
+    steps = [(now, then) for size, now, then in rows if size > 1]
+    repeats = any(now == 0 != then for now, then in steps)
+    if all(now == then for now, then in steps) or not (repeats or overlaps_itself(local)):
+        return None
+    return (
+        f"saved with strides {list(facts.strides)}, has {list(local.stride())}, so that some of "
+        "its elements are one in memory and cannot hold values of their own: make it a clone() "
+        "of itself before restore"
+    )
 
 
 def _spec_mismatch(live: DTensor, facts: TensorFacts, spec: SpecFacts) -> str | None:
@@ -125,70 +146,21 @@ def _spec_mismatch(live: DTensor, facts: TensorFacts, spec: SpecFacts) -> str | 
         return f"saved on device mesh {spec.mesh}, is on {mesh}"
     if tuple(live.stride()) != spec.strides:
         return f"saved with strides {list(spec.strides)}, has {list(live.stride())}"
-    local, _ = local_and_spec(live)
+    local = local_of(live)
     if tuple(local.shape) != facts.shape:
         return f"saved with a local shard {list(facts.shape)}, has {list(local.shape)}"
     return None
-
-
-def local_of(value: torch.Tensor) -> torch.Tensor:
-    """The local shard of a DTensor, any other tensor as it is."""
-    return local_and_spec(value)[0] if isinstance(value, DTensor) else value
 
 
 def copy_into(live: torch.Tensor, saved: torch.Tensor) -> None:
     """Fill a live local tensor, whatever its layout, with saved values of equal shape and dtype."""
     # A tensor made in inference mode may be changed in that mode only.
     with torch.inference_mode(live.is_inference()), torch.no_grad():
+        # `copy_` refuses repeated elements. Others at one place it writes one after another, and
+        # `tensor_mismatch` has seen to it that they are equal.
         target, source = unexpanded(live), unexpanded(saved)
-        if span(target.shape, target.stride()) < target.numel():
-            # Elements that overlap one another: `copy_` refuses, their memory can be filled.
-            target, source = memory_of(target), memory_of(source)
-        shape = target.shape
-        if source.shape != shape:
-            source = source.expand(shape)
+        if source.shape != target.shape:
+            source = source.expand(target.shape)
         if carrier(target.dtype) is not target.dtype:
             target, source = target.view(carrier(target.dtype)), source.view(carrier(target.dtype))
         target.copy_(source)
-
-
-Target = tuple[str, torch.Tensor, TensorFacts]
-"""Path, live local tensor, facts of what is loaded into it."""
-
-
-def sharing_mismatches(targets: Sequence[Target]) -> Iterator[str]:
-    """Pairs of targets that share memory now and did not when saved, or the reverse.
-
-    The first would silently lose one of the two values, the second would train on untied weights.
-    """
-    filled = [target for target in targets if target[1].numel()]
-    now = [home.block for home in find_homes([live for _, live, _ in filled]).homes]
-    then = _saved_labels([facts for _, _, facts in filled])
-    yield from _split(filled, now, then, "shares memory with {}, and did not when saved")
-    yield from _split(filled, then, now, "shared memory with {} when saved, and does not now")
-
-
-def _saved_labels(facts: Sequence[TensorFacts]) -> list[int]:
-    """Equal numbers for tensors whose bytes overlap in the image."""
-    labels = [0] * len(facts)
-    label, entry, stop = -1, -1, 0
-    order = sorted(range(len(facts)), key=lambda i: (facts[i].entry, facts[i].offset_bytes))
-    for index in order:
-        part = facts[index]
-        start = max(part.offset_bytes, 0)
-        reach = span(part.shape, part.strides) * part.dtype.itemsize
-        if part.entry != entry or start >= stop:
-            label, entry, stop = label + 1, part.entry, 0
-        stop = max(stop, start + reach)
-        labels[index] = label
-    return labels
-
-
-def _split(
-    targets: Sequence[Target], one: Sequence[int], other: Sequence[int], sentence: str
-) -> Iterator[str]:
-    first: dict[int, int] = {}
-    for index, label in enumerate(one):
-        leader = first.setdefault(label, index)
-        if other[leader] != other[index]:
-            yield f"{targets[index][0]} {sentence.format(targets[leader][0])}"

@@ -28,16 +28,15 @@ from replica.fresh import LeafReader, TensorFacts
 from replica.image import ImageError
 from replica.live import (
     LiveMeshes,
-    Target,
     copy_into,
     holds_live,
     live_tensors,
-    local_of,
-    sharing_mismatches,
     tensor_mismatch,
 )
 from replica.objects import prepare_object
+from replica.sharing import Target, compare_sharing
 from replica.state import kind_of
+from replica.torch_private import local_of
 from replica.tree import (
     MAPPING_START,
     MAPPING_TAGS,
@@ -66,7 +65,8 @@ class LeftOut:
     extra: tuple[str, ...] = ()
     """In the live state and not saved: left as it is."""
     unfit: tuple[str, ...] = ()
-    """In both, with another dtype, shape or number of parameters: left as it is."""
+    """In both, with another dtype, shape, number of parameters, or with elements in common with
+    itself or others in another way: left as it is."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.unfit)
@@ -94,7 +94,7 @@ class Findings:
         self.extra: list[str] = []
         """In the live state and not saved."""
         self.unfit: list[str] = []
-        """In both, and of another dtype, shape or number of parameters."""
+        """In both, and what `LeftOut.unfit` has of it."""
         self.different: list[str] = []
         """In both, and another thing: no mode takes that for the same."""
 
@@ -136,6 +136,8 @@ class Loader:
         self.targets: list[Target] = []
         self.left: dict[int, torch.Tensor] = {}
         """Live tensors that get no saved values, by id: optimizers drop their saved state too."""
+        self.unfilled: set[int] = set()
+        """Ids of those among them whose filling was planned before that was known."""
         self.decoder = Decoder(self)
         try:
             self.meshes = LiveMeshes(live_tensors({**state}))
@@ -167,7 +169,7 @@ class Loader:
                 value = self.merge(live, saved[key], (key,))
                 if value is not live:
                     self.actions.append(partial(self._state.__setitem__, key, value))
-        self.findings.different += sharing_mismatches(self.targets)
+        self._compare_sharing()
 
     def merge(self, live: object, node: Node, keys: Keys) -> object:
         """The value that stands in place of `live` after the restore; `live` itself if it can."""
@@ -198,9 +200,13 @@ class Loader:
         """Plan the copy of a saved tensor into a live one."""
         facts = self.tensor_facts(live, node, keys)
         if facts is not None:
-            saved = self._reader.local(facts, "cpu")
-            self.actions.append(partial(copy_into, local_of(live), saved))
+            self.fill(live, facts)
         return live
+
+    def fill(self, live: torch.Tensor, facts: TensorFacts) -> None:
+        """Plan the copy of saved values that fit into a live tensor."""
+        saved = self._reader.local(facts, "cpu")
+        self.actions.append(partial(_fill, live, saved, self.unfilled))
 
     def tensor_facts(self, live: torch.Tensor, node: Node, keys: Keys) -> TensorFacts | None:
         """What is to be loaded into a live tensor; None, and a finding, if it does not fit."""
@@ -217,12 +223,21 @@ class Loader:
             noted.append(f"{path} {why}")
             self.left[id(live)] = live
             return None
-        self.targets.append((path, local_of(live), facts))
+        self.targets.append(Target(path=path, live=live, facts=facts))
         return facts
 
     def saved_local(self, facts: TensorFacts) -> torch.Tensor:
         """The saved local values of a tensor, on the CPU, in new memory."""
         return self._reader.local(facts, "cpu")
+
+    def _compare_sharing(self) -> None:
+        """Note what shares memory otherwise than when saved."""
+        misfits = compare_sharing(self.targets)
+        self.findings.different += misfits.different
+        for target, why in misfits.relaid:
+            self.findings.unfit.append(f"{target.path} {why}")
+            self.left[id(target.live)] = target.live
+            self.unfilled.add(id(target.live))
 
     def _object(self, live: object, kind: str | None, node: Node, keys: Keys) -> object:
         path = path_text(keys)
@@ -302,6 +317,11 @@ class Loader:
         if found:
             self.leave(live, keys)
         return found
+
+
+def _fill(live: torch.Tensor, saved: torch.Tensor, unfilled: set[int]) -> None:
+    if id(live) not in unfilled:
+        copy_into(local_of(live), saved)
 
 
 def _saved_kind(node: Node) -> str:

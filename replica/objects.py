@@ -14,10 +14,11 @@ from torch import nn, optim
 
 from replica.errors import StateError
 from replica.image import ImageError
-from replica.live import local_of
+from replica.leaves import unexpanded
 from replica.random_states import check_numpy_position
 from replica.state import MODULE, OPTIMIZER, STATEFUL, module_state, set_generator_state
-from replica.torch_private import DTensor, is_stock_loader
+from replica.tables import placement_names
+from replica.torch_private import DTensor, is_stock_loader, local_of
 from replica.tree import MAPPING_START, Node
 from replica.tree_reader import NO_VALUE, tag_of
 from replica.unsupported import Unsupported, path_text
@@ -116,8 +117,17 @@ def _prepare_module(loader: Loader, live: nn.Module, node: Node, keys: Keys) -> 
             filled[key] = found
     # Modules read their own version there, to tell old states from new ones.
     filled._metadata = _versions(live)  # type: ignore[attr-defined]  # noqa: SLF001
-    load = partial(live.load_state_dict, filled, strict=len(filled) == len(here))
+    load = partial(_load_module, live, filled, here, loader.unfilled)
     loader.actions.append(partial(_hand_over, keys, load))
+
+
+def _load_module(
+    live: nn.Module, filled: dict[str, Any], here: dict[str, Any], unfilled: set[int]
+) -> None:
+    """Load what was planned but for the tensors that turned out later not to be filled."""
+    for key in [key for key in filled if id(here[key]) in unfilled]:
+        del filled[key]
+    live.load_state_dict(filled, strict=len(filled) == len(here))
 
 
 def _module_value(loader: Loader, live: object, node: Node, keys: Keys) -> object:
@@ -127,6 +137,9 @@ def _module_value(loader: Loader, live: object, node: Node, keys: Keys) -> objec
         return LEFT  # to the copies into its inner tensors
     facts = loader.tensor_facts(live, node, keys)
     if facts is None:
+        return LEFT
+    if unexpanded(local_of(live)) is not local_of(live):
+        loader.fill(live, facts)  # a module's own loading cannot: elements that repeat
         return LEFT
     local = loader.saved_local(facts)
     if not isinstance(live, DTensor):
@@ -217,7 +230,7 @@ def _placed_otherwise(value: torch.Tensor, param: torch.Tensor, *, alike: bool) 
         return "saved as a plain tensor, its parameter is a DTensor" if alike else None
     if value.shape != param.shape:
         return None
-    then, now = ((one.device_mesh, one.placements) for one in (value, param))
+    then, now = ((one.device_mesh, placement_names(one)) for one in (value, param))
     return None if then == now else f"saved as {then}, its parameter is {now}"
 
 

@@ -23,9 +23,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from replica.live import local_of
 from replica.predict import optimizers_of
-from replica.torch_private import FSDPModule, unreduced_gradients
+from replica.torch_private import FSDPModule, local_of, unreduced_gradients
 from replica.unsupported import path_text
 
 log = logging.getLogger("planaria")

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from replica.live import local_of
 from replica.scalars import only_scalars
+from replica.torch_private import local_of
 
 # Per tensor of optimizer state: its row in the tree, its member of the header, its step counter.
 _PER_TENSOR_BYTES = 256

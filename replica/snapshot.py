@@ -32,9 +32,11 @@ from replica.self_check import CHECK_HEADER, Captured, check_readable
 from replica.source import NeedCapacity
 from replica.state import Live, capture_state, live_state, outline_state
 from replica.steady import Asked, Recipe, recipe_for
+from replica.tensor_kinds import MISALIGNED
 from replica.torch_private import transform
 from replica.tree import Node, is_readable, joined_text, leaf_names, tree_text
-from replica.unsupported import Unsupported
+from replica.tree_reader import leaf_keys
+from replica.unsupported import Unsupported, path_text
 
 log = logging.getLogger("planaria")
 
@@ -240,6 +242,7 @@ class Snapshot:
         if copies is None or not (copies.has_names(names) and copies.matches(leaves)):
             try:
                 copies = CopyPlan(leaves, names)
+                _check_sharing(copies, node, random_node)
             except StateError as fault:
                 raise StateError(f"rank {rank}: {fault}") from fault
         try:
@@ -278,6 +281,13 @@ def _collector_paused() -> Iterator[None]:
 
 def _names(node: Node, random_node: Node) -> list[tuple[int, str]]:
     return [*leaf_names(node), *leaf_names(random_node, "planaria.random")]
+
+
+def _check_sharing(copies: CopyPlan, node: Node, random_node: Node) -> None:
+    if copies.misaligned is not None:
+        keys = {**leaf_keys(node), **leaf_keys(random_node, ("planaria.random",))}
+        one, other = (path_text(keys[leaf]) for leaf in copies.misaligned)
+        raise StateError(f"{one} and {other} {MISALIGNED}")
 
 
 def _root(node: Node) -> tuple[Node, Node]:

@@ -21,7 +21,7 @@ from replica.image import (
     MAX_TREE_BYTES,
 )
 from replica.state import GENERATORS
-from replica.tensor_kinds import MAX_TENSORS, QUANTIZED, REFUSALS
+from replica.tensor_kinds import MAX_TENSORS, MISALIGNED, QUANTIZED, REFUSALS, REORDERED
 from replica.tree import FACTORIES, MAPPING_TAGS, MAX_DEPTH, PLAIN_TYPES, SEQUENCE_START
 from replica.unsupported import ADVICE
 
@@ -97,6 +97,8 @@ def _refused() -> str:
         ("kind", "after the key path and the type"),
         [
             *tensors,
+            ("DTensors with an order of sharding of their own", REORDERED),
+            ("tensors that share memory at parts of elements", MISALIGNED),
             *others,
             ("dataclasses and named tuples", "carry `dataclasses.asdict(it)`, `tuple(it)`"),
             ("subclasses of the types above", "carry the value as the type itself"),

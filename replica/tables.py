@@ -13,7 +13,7 @@ import torch
 from replica.dtypes import dtype_name
 from replica.leaves import Home, LeafList, is_fortran
 from replica.numpy_types import describe
-from replica.torch_private import DTensor
+from replica.torch_private import DTensor, shard_order
 from replica.tree import Node
 
 TABLE_FORMAT = 1
@@ -78,8 +78,12 @@ def _spec_row(whole: DTensor, meshes: dict[str, int]) -> Node:
 
 
 def placement_names(whole: DTensor) -> list[str]:
-    """Placements as text, in mesh order."""
-    return [repr(placement) for placement in whole.placements]
+    """Placements as text, in mesh order; one more for an order of sharding that is another.
+
+    No saved DTensor has that one, so a live one that has it is taken for none of them.
+    """
+    order = shard_order(whole)
+    return [*map(repr, whole.placements), *([] if order is None else [order])]
 
 
 def mesh_signature(mesh: Any) -> Node:

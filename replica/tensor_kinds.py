@@ -31,6 +31,18 @@ TOO_MANY = (
     "(torch.stack, torch.cat) before the first save"
 )
 
+REORDERED = (
+    "whose shards are dealt out in another order than that of the mesh's dimensions, in which a "
+    "restore could not build it; redistribute it to that order before the first save"
+)
+"""A rule for the whole of a DTensor; those below are for local tensors."""
+
+MISALIGNED = (
+    "share memory, one of them at a part of an element of the other, which no new memory could "
+    "have again; carry a clone() of one"
+)
+"""A rule for two of them. Goes on after "state['a'] and state['b']"."""
+
 QUANTIZED = frozenset(dtype for name, dtype in DTYPES.items() if name.startswith("q"))
 """The scales of these are not in their bytes."""
 

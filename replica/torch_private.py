@@ -24,6 +24,7 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor import _random as dtensor_random
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 except ImportError as fault:
     raise ImportError(
         f"planaria reads sharded parameters and DTensor's random tracker through torch's own "
@@ -32,6 +33,7 @@ except ImportError as fault:
     ) from fault
 
 __all__ = [
+    "SPEC_FIELDS",
     "DTensor",
     "FSDPModule",
     "FullyShardedDataParallel",
@@ -42,10 +44,12 @@ __all__ = [
     "is_stock_saver",
     "likeness",
     "local_and_spec",
+    "local_of",
     "locals_of",
     "neg_view",
     "rng_region",
     "set_rng_region",
+    "shard_order",
     "sharded_parameters",
     "specs_of",
     "state_dict_hooks",
@@ -103,6 +107,11 @@ def local_and_spec(value: DTensor) -> tuple[torch.Tensor, object]:
     return value._local_tensor, value._spec
 
 
+def local_of(value: torch.Tensor) -> torch.Tensor:
+    """The local shard of a DTensor, any other tensor as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
 def locals_of(values: Iterable[DTensor]) -> list[torch.Tensor]:
     """The local shards of many, as `local_and_spec` has them."""
     return list(map(attrgetter("_local_tensor"), values))
@@ -111,6 +120,32 @@ def locals_of(values: Iterable[DTensor]) -> list[torch.Tensor]:
 def specs_of(values: Iterable[DTensor]) -> list[object]:
     """The specs of many, as `local_and_spec` has them."""
     return list(map(attrgetter("_spec"), values))
+
+
+def shard_order(value: DTensor) -> str | None:
+    """In which order its dimensions are sharded over the mesh; None for the mesh's own order.
+
+    Two DTensors of equal placements hold other parts of the whole where this differs.
+    """
+    return spec_order(value._spec)
+
+
+SPEC_FIELDS = (
+    "mesh",
+    "placements",
+    "tensor_meta",
+    *(["shard_order"] if "shard_order" in DTensorSpec.__dataclass_fields__ else []),
+)
+"""What a spec is made of; old torch has no `shard_order`."""
+
+
+def spec_order(spec: object) -> str | None:
+    """The same of a spec. Strided placements say it themselves; old torch knows no other order."""
+    order = getattr(spec, "shard_order", None) or ()
+    if all(list(dims) == sorted(dims) for _, dims in order):
+        return None
+    rows = [f"dimension {dim} over mesh dimensions {list(dims)}" for dim, dims in order]
+    return f"in the order {', '.join(rows)}"
 
 
 def likeness(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

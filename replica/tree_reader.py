@@ -55,6 +55,14 @@ class LeafSource(Protocol):
     def value(self, index: int) -> torch.Tensor | np.ndarray[Any, Any] | bytes: ...
 
 
+class NoLeaves:
+    """For a `Decoder` of what can hold none: keys, dtypes."""
+
+    def value(self, index: int) -> bytes:
+        """Refuse it."""
+        raise ImageError(f"shard image: leaf {index!r} where none can be")
+
+
 def tag_of(node: Node) -> str | None:
     """The tag of a node, None for a plain JSON value. Refuses what is neither."""
     if node is None or type(node) in {bool, int, float, str}:
@@ -121,6 +129,28 @@ class Decoder:
         if distinct != len(keys):
             raise ImageError(f"shard image: a {node[0]} node with a doubled key")
         return list(zip(keys, node[start + 1 :: 2], strict=True))
+
+
+def leaf_keys(node: Node, keys: tuple[object, ...] = ()) -> dict[int, tuple[object, ...]]:
+    """The key path of every leaf below a node that an `Encoder` made, for the words of an error."""
+    if type(node) is not list:
+        return {}
+    tag = node[0]
+    rows: list[tuple[tuple[object, ...], Node]] = []
+    if tag == "leaf":
+        return {node[1]: keys}
+    if tag in MAPPING_START:
+        rows = [((*keys, key), value) for key, value in Decoder(NoLeaves()).pairs(node)]
+    elif tag in SEQUENCE_START:
+        rows = [((*keys, at), item) for at, item in enumerate(node[SEQUENCE_START[tag] :])]
+    elif tag in {"object", "bytes", "bytearray", "str", "numbers"}:
+        rows = [(keys, node[-1])]
+    elif tag == "wrapped":
+        rows = [((*keys, name), part) for name, part in zip(node[4::2], node[5::2], strict=True)]
+    found: dict[int, tuple[object, ...]] = {}
+    for below, part in rows:
+        found.update(leaf_keys(part, below))
+    return found
 
 
 def empty_mapping(node: Node) -> dict[Any, Any]:

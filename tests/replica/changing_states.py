@@ -403,7 +403,7 @@ def refused(state, rng):
         torch.ones(2, device="meta"),
         object(),
         torch.ones(2).as_subclass(Odd),
-        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        nested(),
     )[rng.integers(5)]
     key = some(state["box"], rng)
     old, state["box"][key] = state["box"][key], bad
@@ -431,6 +431,13 @@ def odd_key(state, rng):
         state["box"][key] = value
 
     return Undo(back)
+
+
+def nested():
+    """Return a nested tensor, which torch warns of once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
 class Odd(torch.Tensor):
