@@ -37,6 +37,17 @@ def pytest_configure(config):
         config.option.hypothesis_seed = str(SEED)
 
 
+def pytest_collection_modifyitems(items):
+    """Leave the long ones to CI, and to who asks for them."""
+    if os.environ.get("CI") or os.environ.get("PLANARIA_TEST_LONG"):
+        return
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(
+                pytest.mark.skip(reason="long: runs where CI or PLANARIA_TEST_LONG is set")
+            )
+
+
 def pytest_report_header():
     """Print the seed first."""
     return f"seed: {SEED} (PLANARIA_TEST_SEED={SEED} repeats this run)"

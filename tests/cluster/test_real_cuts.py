@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.addresses import NETWORKS, STORE_ADDRESS
 from tests.replica.worlds import UNSAVED_STEP, names
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 DEADLINE_S = 3.0
 SLACK_S = 5.0

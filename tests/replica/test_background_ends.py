@@ -29,7 +29,7 @@ from tests.replica.inprocess import COMMIT_S
 from tests.replica.pool import failures, results, worker_environment
 from tests.replica.worlds import World, names
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 TIMEOUT_S = 60.0
 SOON_S = TIMEOUT_S / 3

@@ -34,7 +34,7 @@ from tests.replica.background_tools import background_processes
 from tests.replica.inprocess import COMMIT_S
 from tests.replica.pool import worker_environment
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 TIMEOUT_S = 60.0
 """Deadline of the Checkpointers: what is over much sooner did not wait for it."""

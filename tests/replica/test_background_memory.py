@@ -20,7 +20,7 @@ from tests.replica.background_tools import background_processes, pid_of
 from tests.replica.fake_device import FakeDevice, FakeRuntime
 from tests.replica.inprocess import COMMIT_S
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 ROUNDS, WARM = 6, 1
 

@@ -15,7 +15,7 @@ import pytest
 
 from replica.demo.trees import NODE_VARIABLE, processes_of
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 DEADLINE_S = 90
 

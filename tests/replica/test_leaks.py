@@ -85,6 +85,7 @@ def check(warm: dict[str, int], last: dict[str, int], rounds: int = ROUNDS) -> N
     assert blocks < most, f"{blocks} more blocks"
 
 
+@pytest.mark.long
 def test_two_ranks_many_times(arena_dir):
     """Two ranks of one process restore, save twice and close, many times over one job."""
 
@@ -99,6 +100,7 @@ def test_two_ranks_many_times(arena_dir):
     check(warm, measure(arena_dir), ROUNDS_HERE)
 
 
+@pytest.mark.long
 def test_many_that_fail_to_start(arena_dir):
     """A Checkpointer that is refused at start keeps neither lock, descriptor nor file."""
 
@@ -137,7 +139,13 @@ print(json.dumps([warm, measure(place)]))
 
 
 @pytest.mark.real
-@pytest.mark.parametrize(("mode", "rounds"), [("thread", ROUNDS), ("process", ROUNDS_OF_PROCESSES)])
+@pytest.mark.parametrize(
+    ("mode", "rounds"),
+    [
+        ("thread", ROUNDS),
+        pytest.param("process", ROUNDS_OF_PROCESSES, marks=pytest.mark.long),
+    ],
+)
 def test_a_script_many_times(arena_dir, mode, rounds):
     """The same for a plain script without a process group, measured inside it."""
     ran = subprocess.run(

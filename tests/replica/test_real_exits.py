@@ -15,7 +15,7 @@ from replica.arena import read_arenas
 from tests.replica.control import background
 from tests.replica.pool import worker_environment
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 SCRIPT = Path(__file__).with_name("exit_script.py")
 CODES = {

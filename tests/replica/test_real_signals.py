@@ -15,7 +15,7 @@ from replica.verify import verify_arenas
 from tests.replica.inprocess import Cluster, all_of, outcomes
 from tests.replica.scripts import Scripts, finish, hear
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 SOON_S = 20.0
 """Far more than the end of an interpreter takes on a busy machine, far less than any deadline."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
@@ -40,7 +39,7 @@ def test_fixed_seeds():
     assert sum(report.failures.values()) >= 200
 
 
-@pytest.mark.skipif(not os.environ.get("CI"), reason="a minute long: with CI set, or by `make sim`")
+@pytest.mark.long
 def test_fresh_seeds(rng, capsys):
     """A minute of seeds that nobody has tried: the first one is printed, and what came by kind."""
     report = Report(int(rng.integers(1 << 32)))
