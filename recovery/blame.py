@@ -7,7 +7,7 @@ acknowledgements), so whoever lacks a key of the earliest stage that is not comp
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from recovery.actions import Await, Missing
@@ -15,7 +15,9 @@ from recovery.layout import Layout
 from recovery.tree import name_ranks
 
 
-def late_in_group(layout: Layout, generation_id: str, rank: int) -> Generator[Any, Any, str]:
+def late_in_group(
+    layout: Layout, generation_id: str, rank: int, when: str = ""
+) -> Generator[Any, Any, str]:
     """Say in words which ranks of ``rank``'s group are late, or "" when all keys are there."""
     owners = layout.ranks_of_group(layout.group_of(rank))
     fragments = [f for owner in owners for f in layout.sent_by(owner)]
@@ -30,5 +32,19 @@ def late_in_group(layout: Layout, generation_id: str, rank: int) -> Generator[An
         answer = yield Await(tuple(sorted(ranks)), f"any {what} of the group", look=True)
         if isinstance(answer, Missing):
             late = sorted({ranks[key] for key in answer.keys})
-            return f"no {what} from {name_ranks(late)}"
+            return not_come(what, late, when)
     return ""
+
+
+def not_come(what: str, late: Sequence[int], when: str = "") -> str:
+    """Say that ``what`` did not come from the ranks ``late``, ``when`` that was, and what to do.
+
+    A rank offers what it has copied in save(), so one without an offer has not saved this step.
+    """
+    names = name_ranks(late)
+    if what != "offer":
+        return f"no {what} from {names}{when}"
+    return (
+        f"{names} did not save this step{when} (late, dead, or never asked to): "
+        "every rank must call save() with the same steps"
+    )

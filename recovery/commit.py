@@ -8,7 +8,7 @@ from typing import Any
 
 from erasure.digest import digest
 from recovery.actions import Await, CompareSet, Decided, Got, Missing, Publish, StoreLost
-from recovery.blame import late_in_group
+from recovery.blame import late_in_group, not_come
 from recovery.errors import RecoveryError
 from recovery.layout import Fragment, Layout
 from recovery.ledger import ABORTED, COMMITTED, HELD
@@ -278,9 +278,9 @@ def _await(
     if isinstance(answer, Decided):
         raise _Abort("decided elsewhere")
     if isinstance(answer, Missing):
-        direct = f"no {what} from {name_ranks(sorted({ranks[key] for key in answer.keys}))}"
-        root = yield from late_in_group(context.layout, context.generation.id, context.rank)
-        raise _Abort(f"{root or direct} at the deadline")
+        when = " by the deadline"
+        root = yield from late_in_group(context.layout, context.generation.id, context.rank, when)
+        raise _Abort(root or not_come(what, sorted({ranks[key] for key in answer.keys}), when))
     values: Mapping[str, bytes] = answer.values
     return values
 

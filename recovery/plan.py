@@ -45,6 +45,11 @@ class Read:
         part = "all" if self.fragment == WHOLE else self.fragment
         return f"{part}<-{self.source}{' (here)' if self.local else ''}"
 
+    def words(self) -> str:
+        """The same for who does not know plans."""
+        part = "the whole copy" if self.fragment == WHOLE else f"fragment {self.fragment}"
+        return f"{part} of rank {self.owner}'s state in the memory of rank {self.source}"
+
 
 @dataclass(frozen=True)
 class Rebuild:

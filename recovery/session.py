@@ -73,6 +73,17 @@ class MoveResult:
     error: str = ""
     silent: tuple[Read, ...] = ()
 
+    def describe(self, generation: Generation) -> str:
+        """What failed of ``generation``, in words; there is something."""
+        wrong = ", ".join(map(str, self.wrong))
+        found = [
+            *(f"{read.words()} is damaged or missing" for read in self.bad),
+            *(f"{read.words()} did not come" for read in self.silent),
+            *([f"fragments {wrong} together give other bytes than were saved"] if wrong else []),
+            *([self.error] if self.error else []),
+        ]
+        return f"{generation.describe()}: {'; '.join(found)}"
+
 
 @dataclass(frozen=True)
 class Doubt:

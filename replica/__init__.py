@@ -66,8 +66,8 @@ if not TYPE_CHECKING:
         return Checkpointer
 
     def __dir__() -> list[str]:
-        """Name what can be asked for, imported or not."""
-        return sorted({*globals(), *__all__})
+        """Name what is exported, imported or not, and nothing that this file needs itself."""
+        return [*__all__]
 
     if PurePath(sys.argv[0] if sys.argv else "").name not in _WITHOUT_FACE:
         __getattr__("Checkpointer")

@@ -175,7 +175,8 @@ class _Service:
             self._break_off()
         if "raised" in frame:
             error = error_of(frame["raised"])
-            error.add_note(str(frame["raised"].get("trace", "")))
+            if trace := frame["raised"].get("trace"):
+                error.add_note(str(trace))
             raise error
         return frame.get("answer")
 

@@ -18,7 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from erasure.errors import PlanariaError
 from replica.arena_views import clean, read_arenas
-from replica.cli_status import status
+from replica.cli_status import no_arenas, status
 from replica.config import DEFAULT_ARENA_DIR
 
 COMMANDS_GROUP = "planaria.commands"
@@ -148,6 +148,9 @@ def _clean(argv: Sequence[str]) -> int:
     if not options.json:
         for path in in_use:
             print(f"in use, not removed: {path}", file=sys.stderr)
+        if options.job is not None and not paths and not in_use:
+            # Perhaps misspelt. Standard output has nothing but paths.
+            print(no_arenas(options.arena_dir, options.job), file=sys.stderr)
     return 0
 
 

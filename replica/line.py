@@ -25,6 +25,7 @@ from replica.at_exit import THREAD_PREFIX
 from replica.changes import NOTICE_S
 from replica.errors import PeerError
 from replica.fault_points import module_in_background
+from replica.unsupported import explains_itself
 from replica.wire import Frame, Wire, WireLost, error_of, error_word, field
 
 log = logging.getLogger("planaria")
@@ -231,7 +232,8 @@ class Line:
         try:
             return {"answer": serve(field(frame, "ask", str), field(frame, "args", dict))}
         except Exception as error:  # noqa: BLE001 - a user's method may raise anything
-            return {"raised": {**error_word(error), "trace": _trace(error)}}
+            trace = "" if explains_itself(error) else _trace(error)
+            return {"raised": {**error_word(error), "trace": trace}}
 
     def _break_off(self, number: int, answers: queue.SimpleQueue[Frame | None], why: str) -> None:
         """Tell the process by what the call's thread was interrupted; wait until the call ends."""

@@ -242,7 +242,7 @@ class Mender:
     def _fetch(self, fetcher: Fetcher, rebuild: Rebuild, slot: Slot | None) -> str:
         shard, result = fetcher.run()
         if result != MoveResult():
-            return f"its own shard could not be regrown: {result}"
+            return f"its own shard could not be regrown: {result.describe(fetcher.generation)}"
         if shard is not None and slot is not None:
             regrown = Regrown(fetcher.generation, rebuild.kind, shard, fetcher.chunk_digests)
             regrown.keep_in(self.job, slot)

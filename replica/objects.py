@@ -172,6 +172,10 @@ def _prepare_optimizer(loader: Loader, live: optim.Optimizer, node: Node, keys: 
             f"{path} saved with parameter groups of {sizes} parameters, has {here}"
         )
         return
+    unsaved = _unsaved_options(saved, live, keys) if sizes is not None else []
+    if unsaved:
+        loader.findings.extra += unsaved
+        return
     if sizes is not None:
         for number, param in _numbered(saved, live).items():
             _compare_state(loader, live, param, saved["state"].get(number), f"{path} {number}")
@@ -189,6 +193,22 @@ def _group_sizes(saved: object) -> list[int] | None:
     if not all(isinstance(params, list) and {*map(type, params)} <= {int} for params in lists):
         return None
     return [len(params) for params in lists]
+
+
+def _unsaved_options(saved: Any, live: optim.Optimizer, keys: Keys) -> list[str]:
+    """Options of the live groups that the saved groups lack: another kind of optimizer saved them.
+
+    torch's loader replaces the groups, so that the next step would miss them, except for names of
+    parameters, which it keeps. A loader of another's may fill in what is missing.
+    """
+    if not is_stock_loader(live):
+        return []
+    return [
+        path_text((*keys, "param_groups", number, option))
+        for number, group in enumerate(live.param_groups)
+        for option in group
+        if option not in saved["param_groups"][number] and option != "param_names"
+    ]
 
 
 def _numbered(saved: dict[str, Any], live: optim.Optimizer) -> dict[int, torch.Tensor]:

@@ -23,19 +23,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from replica.copies import CopyPlan, LateCopies
 from replica.image import Bytes
 from replica.late_copy import LateCopy, LateTensor
-from replica.late_leaves import Choice, LateLeaves
+from replica.late_leaves import LATE_BYTES_MIN, Choice, LateLeaves
 from replica.leaves import LeafList
-from replica.torch_private import in_compiled_code
+from replica.torch_private import DTensor, in_compiled_code, local_and_spec
 
 log = logging.getLogger("planaria")
 
-UNSEEN = "since the save before, no step was seen"
+UNSEEN = "no step was seen"
 
 _open: list[Overlap] = []
 _handle: RemovableHandle | None = None
@@ -83,10 +84,13 @@ class Overlap:
         if self._plan() is not plan or self._leaves is None or not self._leaves.fits(state, leaves):
             arrays = [leaf for _, leaf in plan.plain]
             self._leaves, self._plan = LateLeaves(state, leaves, arrays), weakref.ref(plan)
-        choice = self._leaves.choose(leaves, self._unseen)
+        told = choice = self._leaves.choose(leaves, self._unseen)
+        if not self._saves:
+            # Before the first one no step can have been seen; said is what is so for all that.
+            told = self._leaves.choose(leaves, lambda owner: _but_unseen(self._unseen(owner)))
         if any(why.startswith(UNSEEN) for why in choice.at_once):
             self._leaves = None  # perhaps the state has another optimizer by now
-        self._say(choice)
+        self._say(told, state, leaves)
         self._steps.clear()
         self._saves += 1
         return choice.late
@@ -116,21 +120,42 @@ class Overlap:
         ref, compiled = self._steps.get(id(optimizer), (lambda: None, False))
         name = type(optimizer).__name__
         if ref() is not optimizer:
-            return f"{UNSEEN} of {name}, so that it may be compiled, or a CUDA graph"
+            return f"{UNSEEN} of {name} since the save before: it may be compiled, or a CUDA graph"
         return f"the step of {name} is compiled" if compiled else ""
 
-    def _say(self, choice: Choice) -> None:
+    def _say(self, choice: Choice, state: Mapping[str, object], leaves: LeafList) -> None:
         """One line for what is new: nobody would see why save() takes longer than it could."""
-        reasons = choice.at_once
-        if not self._saves:
-            # Before the first one no step can have been seen.
-            reasons = {why: size for why, size in reasons.items() if not why.startswith(UNSEEN)}
-        new = {why: size for why, size in reasons.items() if why not in self._said}
+        new = {why: size for why, size in choice.at_once.items() if why not in self._said}
         if new:
+            # Where a part of them was told before, it is not known which are new.
+            names = _at_once(choice, state, leaves) if len(new) == len(choice.at_once) else []
             self._said.update(new)
-            told = "; ".join(f"{size} bytes, for {why}" for why, size in new.items())
+            because = "because" if len(names) == 1 else "each because"
+            told = "; ".join(f"{size} bytes, {because} {why}" for why, size in new.items())
             level = logging.WARNING if self._rank == 0 else logging.INFO
-            log.log(level, "overlap=True, but save() copies parameters itself: %s", told)
+            log.log(level, "overlap=True, but save() copies %s itself: %s", _some(names), told)
+
+
+def _but_unseen(why: str) -> str:
+    return "" if why.startswith(UNSEEN) else why
+
+
+def _at_once(choice: Choice, state: Mapping[str, object], leaves: LeafList) -> list[str]:
+    """Names of the large parameters that are not late, of the modules that the state names."""
+    copied = {id(leaves.values[number]) for number in leaves.tensors if number not in choice.late}
+    named = (
+        (f"{key}.{name}", local_and_spec(param)[0] if isinstance(param, DTensor) else param)
+        for key, value in state.items()
+        if isinstance(value, nn.Module)
+        for name, param in value.named_parameters()
+    )
+    return [name for name, one in named if id(one) in copied and one.nbytes >= LATE_BYTES_MIN]
+
+
+def _some(names: list[str]) -> str:
+    if len(names) > 1:
+        return f"{len(names)} parameters, {names[0]} the first of them,"
+    return f"the parameter {names[0]}" if names else "parameters"
 
 
 def _watched(name: str, leaf: int, leaves: LeafList) -> LateTensor:

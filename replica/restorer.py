@@ -10,6 +10,7 @@ from typing import Any
 from erasure.digest import digest
 from erasure.errors import PlanariaError
 from recovery.inventory import Report, failures_of, report_of
+from recovery.plan import RestorePlan
 from recovery.session import Doubt, Load, Move, MoveResult, NoteFailure
 from replica.arena import Arena, ArenaView
 from replica.errors import StoreError
@@ -45,6 +46,7 @@ class Restorer:
         self.local_bytes = 0
         self.seconds = {"inventory": 0.0, "transfer": 0.0, "decode": 0.0, "load": 0.0}
         self._started_s = job.clock.now_s()
+        self._tried: RestorePlan | None = None
 
     def report(self) -> Report:
         """What this rank's arena holds, and those that it answers for."""
@@ -79,6 +81,14 @@ class Restorer:
         job, plan = self._job, action.plan
         if action.attempt == 0:
             self.seconds["inventory"] = job.clock.now_s() - self._started_s
+        if self._tried is not None and self._tried.generation != plan.generation:
+            log.warning(
+                "rank %d: what is left does not give %s back, so %s is tried",
+                job.rank,
+                self._tried.generation.describe(),
+                plan.generation.describe(),
+            )
+        self._tried = plan
         most = max(plan.received_bytes(rank) for rank in range(job.world))
         rebuild = plan.rebuilds[job.rank]
         slot = target_slot(job, plan.generation, rebuild)
@@ -95,7 +105,9 @@ class Restorer:
         self.seconds["transfer"] += fetcher.transfer_s
         self.seconds["decode"] += fetcher.decode_s
         if shard is None:
-            log.warning("rank %d: attempt %d: %s", job.rank, action.attempt, result)
+            if result != MoveResult():  # else it only served
+                said = result.describe(plan.generation)
+                log.warning("rank %d: %s; all ranks try again without it", job.rank, said)
             return result
         if own_copy(job, plan.generation) is None:
             self.regrown = Regrown(plan.generation, rebuild.kind, shard, fetcher.chunk_digests)

@@ -22,6 +22,7 @@ from replica.request import Request
 from replica.runner import Runner
 from replica.source import Captured, NeedCapacity, StateSource
 from replica.ticket import Ticket
+from replica.unsupported import explains_itself
 
 log = logging.getLogger("planaria")
 
@@ -184,8 +185,11 @@ class Stager:
                 ticket.advance("staged")
         # A user's state_dict may raise anything; all ranks hear it.
         except Exception as error:
-            log.warning("step %d cannot be staged", generation.step, exc_info=True)
             refusal = f"{type(error).__name__}: {error}"
+            if explains_itself(error):
+                log.warning("step %d cannot be staged: %s", generation.step, error)
+            else:
+                log.warning("step %d cannot be staged", generation.step, exc_info=True)
         return Request(
             generation=generation,
             sequence=self._sequence,

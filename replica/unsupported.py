@@ -7,6 +7,9 @@ import enum
 from collections.abc import Container, Iterable
 from types import FunctionType
 
+from erasure.errors import PlanariaError
+from replica.errors import ArenaError
+
 _KEY_CHARS = 80
 
 
@@ -22,6 +25,17 @@ class Unsupported(Exception):
     def describe(self) -> str:
         """Key path, type and reason in one clause."""
         return f"{path_text(reversed(self.keys))} is a {type_text(self.value)}, {self.why}"
+
+
+def explains_itself(error: BaseException) -> bool:
+    """Whether an error's text says all: no exception of a user's own method lies beneath it."""
+    beneath: BaseException | None = error
+    while isinstance(beneath, PlanariaError | Unsupported):
+        beneath = beneath.__cause__
+    # Beneath an ArenaError lies what the system said, which its text has. One from another process
+    # has no cause, and what lay beneath as a note.
+    noted = hasattr(error, "__notes__")
+    return (beneath is None and not noted) or isinstance(error, ArenaError)
 
 
 def type_text(value: object) -> str:

@@ -57,6 +57,12 @@ def test_a_front_door_lists_all_it_has(package):
     assert set(names) == public_names(package)
 
 
+def test_the_face_shows_what_it_exports_only():
+    """What completion offers after ``replica.`` is what is exported."""
+    replica = importlib.import_module("replica")
+    assert dir(replica) == sorted(replica.__all__)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_exports_are_there_and_documented(name):
     """Every name in __all__ can be had, and every class and function in it has a docstring."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recovery.actions import Await, Got, Missing
-from recovery.blame import late_in_group
+from recovery.blame import late_in_group, not_come
 from recovery.tree import FANOUT, silent_ranks
 from tests.recovery.rigs import layout_of
 
@@ -59,7 +59,17 @@ def test_the_writers_of_the_earliest_missing_stage_are_named(stage, rank):
                 there |= set(some) - {key}
                 break
             there |= set(some)
-        assert look(late_in_group(layout, GEN, rank), there) == f"no {stage} from rank {writer}"
+        said = look(late_in_group(layout, GEN, rank), there)
+        assert said == not_come(stage, [writer])
+        assert f"rank {writer}" in said
+
+
+def test_who_made_no_offer_has_not_saved():
+    """The words are those of a user, who calls save() and makes no offers: what must be done."""
+    said = not_come("offer", [1], " by the deadline")
+    assert said.startswith("rank 1 did not save this step by the deadline")
+    assert "every rank must call save() with the same steps" in said
+    assert not_come("READY", [0, 1], " now") == "no READY from ranks 0, 1 now"
 
 
 def test_nobody_is_named_when_everything_is_there():

@@ -6,6 +6,7 @@ import pytest
 
 from recovery.actions import Await, CompareSet, Decided, Got, Missing, Publish, StoreLost
 from recovery.agree import agree_session
+from recovery.blame import not_come
 from recovery.commit import (
     Connect,
     Exchange,
@@ -127,9 +128,9 @@ def test_a_wait_that_nobody_explains_names_whom_it_waited_for(what):
     """The keys came just after the deadline, so nobody is late: the direct cause is told."""
     play = Play(**{what: missing})
     outcome = play.run()
-    ranks = "ranks 0, 2"
-    assert play.tried() == [f"aborted:rank 1: no {what} from {ranks} at the deadline"]
-    assert outcome == SaveOutcome("aborted", f"rank 1: no {what} from {ranks} at the deadline")
+    said = f"rank 1: {not_come(what, [0, 2], ' by the deadline')}"
+    assert play.tried() == [f"aborted:{said}"]
+    assert outcome == SaveOutcome("aborted", said)
     looks = [action for action in play.actions if isinstance(action, Await) and action.look]
     gen = play.generation.id
     assert all(f"/{gen}/" in key for look in looks for key in look.keys)
@@ -201,7 +202,7 @@ def test_bytes_that_failed_are_told_with_who_is_late_only_if_somebody_is():
     assert play.tried() == ["aborted:rank 1: no bytes from rank 0; rank 2 cut off"]
     play = Play(Exchange=failed, look=lambda action: Missing(action.keys[:1]))
     play.run()
-    said = "no bytes from rank 0; rank 2 cut off; no offer from rank 0"
+    said = f"no bytes from rank 0; rank 2 cut off; {not_come('offer', [0])}"
     assert play.tried() == [f"aborted:rank 1: {said}"]
 
 

@@ -265,7 +265,12 @@ def test_clean_removes_one_dead_job(open_arena, arena_dir, capsys):
     gone.close()
     open_arena(job="other").close()
     told = f"in use, not removed: {open_arena(job='living').path}\n"
-    for job, out, err in (("gone", f"{gone.path}\n", ""), ("living", "", told), ("nobody", "", "")):
+    none = f"no arenas of job 'nobody' of this user in {arena_dir}\n"
+    for job, out, err in (
+        ("gone", f"{gone.path}\n", ""),
+        ("living", "", told),
+        ("nobody", "", none),
+    ):
         assert run(capsys, "clean", "--arena-dir", arena_dir, "--job", job) == (0, out, err)
     left = [arena["job"] for arena in status(capsys, arena_dir)["arenas"]]
     assert left == ["living", "other"]

@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
-from replica.errors import PeerError, SaveFailed, StoreError
+from replica.errors import ArenaFull, PeerError, SaveFailed, StateError, StoreError
 from replica.request import FAILED_LOUD, Counts
 from replica.staging import Stager
+from replica.unsupported import Unsupported
 from tests.replica.inprocess import Cluster
 
 NODES = ["a", "b"]
@@ -147,3 +148,35 @@ def test_a_listener_that_exits_does_not_end_saving_in_silence(arena_dir):
     with pytest.raises(SaveFailed, match="no further save is possible in this process: SystemExit"):
         me.ckpt.save(2)
     me.ckpt.close()
+
+
+def beneath(error, cause):
+    """Chain them, as ``raise error from cause`` does."""
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "whole"),
+    [
+        (beneath(ArenaFull("17 bytes free"), OSError("no space left")), True),
+        (beneath(StateError("17 bytes free"), Unsupported(object(), "of no kind")), True),
+        (beneath(StateError("17 bytes free"), ValueError("a bad day")), False),
+        (ValueError("17 bytes free"), False),
+    ],
+)
+def test_what_says_all_is_one_line_of_the_log(arena_dir, monkeypatch, caplog, error, whole):
+    """Of our own errors the sentence is enough; of a user's method the traceback is needed."""
+
+    def copy(*_):
+        raise error
+
+    def body(me):
+        me.commit(1)
+        monkeypatch.setattr(Stager, "_copy", copy)
+        with pytest.raises(SaveFailed):
+            me.ckpt.save(2).wait("committed", 30)
+
+    Cluster(arena_dir, ["a"]).run(body)
+    (record,) = [one for one in caplog.records if "cannot be staged" in one.getMessage()]
+    assert (record.exc_info is None, "17 bytes free" in record.getMessage()) == (whole, whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -79,14 +80,24 @@ def test_two_flipped_fragments_send_all_ranks_to_the_older_generation(trained):
     assert "the committed step 2 is lost" in reason
 
 
-def test_a_world_of_one_falls_back_to_its_older_slot(arena_dir):
-    """Nobody else has a copy: the newest image is damaged, so step 1; then both, so nothing."""
+def test_a_world_of_one_falls_back_to_its_older_slot(arena_dir, caplog):
+    """Nobody else has a copy: the newest image is damaged, so step 1; then both, so nothing.
+
+    The log says in words what was damaged, and what is tried instead.
+    """
     Cluster(arena_dir, ["a"]).run(lambda me: me.commit(1, 2))
     for step, expected in ((2, 1), (1, None)):
         own_slot(arena_dir, step, 0).flip(100)
         (event,) = Cluster(arena_dir, ["a"]).run(Member.restore)
         assert event["step"] == expected
     assert "nothing to restore" in event["reason"]
+    said = [line for line in caplog.messages if "try again" in line or "is tried" in line]
+    why = "the whole copy of rank 0's state in the memory of rank 0 is damaged or missing"
+    assert re.sub(r" \(epoch[^)]*\)", "", "\n".join(said)).splitlines() == [
+        f"rank 0: step 2: {why}; all ranks try again without it",
+        "rank 0: what is left does not give step 2 back, so step 1 is tried",
+        f"rank 0: step 1: {why}; all ranks try again without it",
+    ]
 
 
 def test_damage_everywhere_ends_with_nothing_and_never_with_garbage(trained):

@@ -155,6 +155,30 @@ def test_an_optimizer_over_other_groups_is_left_as_it_is():
     assert live.param_groups[0]["lr"] == 0.7
 
 
+def test_options_that_another_kind_of_optimizer_did_not_save():
+    """Torch's loader would drop them, and the next step would raise: listed, and left as it is."""
+    image = image_of({"optim": torch.optim.AdamW([torch.ones(1)], lr=0.5)})
+    live = torch.optim.SGD([torch.ones(1)], lr=0.7, momentum=0.9)
+    with pytest.raises(StateError, match=r"in the live state but not saved: .*'momentum'"):
+        load(image, {"optim": live})
+    left = load_leniently(image, {"optim": live})
+    assert left["extra"] == [
+        f"state['optim']['param_groups'][0]['{option}']"
+        for option in ("momentum", "dampening", "nesterov")
+    ]
+    assert live.param_groups[0]["lr"] == 0.7
+    live.param_groups[0]["params"][0].grad = torch.ones(1)
+    live.step()
+
+
+def test_names_of_parameters_may_be_new():
+    """Torch's loader keeps those of the live groups, so none are missing."""
+    image = image_of({"optim": torch.optim.SGD([torch.ones(1)], lr=0.5)})
+    live = torch.optim.SGD([("w", torch.ones(1))], lr=0.7)
+    load(image, {"optim": live})
+    assert (live.param_groups[0]["lr"], live.param_groups[0]["param_names"]) == (0.5, ["w"])
+
+
 @pytest.mark.parametrize(
     ("saved", "live", "text"),
     [
