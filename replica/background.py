@@ -9,7 +9,6 @@ that the trainer would have had; one thread reads; the engine has its own.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import queue
@@ -36,7 +35,6 @@ _PULSES = 10
 """So many signs of life within the time after which a trainer counts this process as hung."""
 _PULSE_S = 1.0
 _INSIST_S = 0.05
-_PR_SET_PDEATHSIG = 1
 _INTERRUPT = signal.SIGRTMIN + 3
 
 
@@ -50,16 +48,10 @@ class BrokenOff(BaseException):
 def main() -> None:
     """Serve the trainer until it closes, or is gone."""
     descriptor, trainer = int(sys.argv[1]), int(sys.argv[2])
-    die_with(trainer)
+    if os.getppid() != trainer:
+        os._exit(1)  # it was gone before this process had tied itself to it (line.py)
     work_for(trainer)
     _Service(Wire(socket.socket(fileno=descriptor))).run()
-
-
-def die_with(trainer: int) -> None:
-    """Have the kernel end this process at once when the trainer has ended, however that was."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != trainer:
-        os._exit(1)
 
 
 class _Service:

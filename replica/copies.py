@@ -6,7 +6,7 @@ compares, copies tensor bytes into views that were made before, and writes the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -22,7 +22,7 @@ from replica.device_copy import DeviceCopies
 from replica.device_pieces import device_copy, on_host
 from replica.dtypes import carrier, code_of
 from replica.facts import Facts, pointers_of
-from replica.gather import SMALL_BYTES, Gathers, Small
+from replica.gather import SMALL_BYTES, Gathers, Small, Words
 from replica.image import (
     METADATA_KEY,
     PAD_NAME,
@@ -197,22 +197,23 @@ class CopyPlan:
         entry are in `late` too.
         """
         values: list[Any] = leaves.values
-        base, pointers = buffer.__array_interface__["data"][0], self._pointers
+        base = buffer.__array_interface__["data"][0]
+        addresses = np.array(self._pointers, np.uint64)
         now, after, owners, kept = self._runs, [], [], []
         if late:
             tensors = leaves.tensors
             tardy = self._wholly_late(leaves, late)
             left = np.array([tensors[at] in tardy for at in self._runs[1]], np.bool_)
             now, rest = self._runs[:, ~left], self._runs[:, left]
-            after = _pieces(rest, pointers, base)
+            after = _pieces(rest, addresses, base)
             owners = [tensors[at] for at in rest[1]]
             # The storages too: a tensor may be given another one before the caller copies.
             kept = [values[leaf].untyped_storage() for leaf in tardy]
         # What lies on a device comes by itself while the processor copies the rest.
         fetched = self._device.issue(values, buffer)
         try:
-            copy_pieces(_pieces(now, pointers, base), (leaves, buffer))
-            self._gathers.copy(pointers, buffer, (leaves, buffer))
+            copy_pieces(_pieces(now, addresses, base), (leaves, buffer))
+            self._gathers.copy(addresses, buffer, (leaves, buffer))
             # What is made in inference mode could never be written to outside of it.
             with torch.inference_mode(mode=False), torch.no_grad():
                 for target, leaf, view in self._bound.get(buffer, partial(self._bind, buffer)):
@@ -270,10 +271,10 @@ def _runs(
             yield start + begin, position[copy.leaf], begin, size
 
 
-def _pieces(runs: _Runs, pointers: Sequence[int], base: int) -> list[Piece]:
+def _pieces(runs: _Runs, addresses: Words, base: int) -> list[Piece]:
     """The copies, by address. In columns: a tuple per run that is kept is cold when it is read."""
     starts, at, begins, sizes = runs
-    sources = np.array(pointers, np.uint64)[at] + begins.astype(np.uint64)
+    sources = addresses[at] + begins.astype(np.uint64)
     return list(zip((starts + base).tolist(), sources.tolist(), sizes.tolist(), strict=True))
 
 

@@ -29,7 +29,7 @@ _CALL_VECTORS = 1024
 """What the kernel takes at once (IOV_MAX)."""
 _SERIAL_CALLS = 2
 
-_Words = npt.NDArray[np.uint64]
+Words = npt.NDArray[np.uint64]
 
 
 def _system_call() -> Callable[..., int] | None:
@@ -64,13 +64,12 @@ class Gathers:
         self._vectors = _Vectors(split.pop(0, []))
         self._numbers = [_Numbers(size, some) for size, some in split.items()]
 
-    def copy(self, pointers: Sequence[int], buffer: Bytes, keep: object) -> None:
-        """Copy all into the buffer; `pointers` are those of all the tensors.
+    def copy(self, addresses: Words, buffer: Bytes, keep: object) -> None:
+        """Copy all into the buffer; `addresses`, uint64[n], are those of all the tensors.
 
         `keep` holds the memory alive. Returns, or raises, when no thread touches any of it any
         more.
         """
-        addresses = np.array(pointers, np.uint64)
         for numbers in self._numbers:
             numbers.copy(addresses, buffer)
         self._vectors.copy(addresses, buffer.__array_interface__["data"][0], keep)
@@ -91,7 +90,7 @@ class _Numbers:
         self._targets = np.array([one.start // size for one in smalls], np.intp)
         self._end = max(one.start + size for one in smalls)
 
-    def copy(self, addresses: _Words, buffer: Bytes) -> None:
+    def copy(self, addresses: Words, buffer: Bytes) -> None:
         """Pick them out of what looks like one array, from the lowest address to the highest."""
         size, number = self._size, np.dtype(f"u{self._size}")
         sources = addresses[self._positions]
@@ -129,7 +128,7 @@ class _Vectors:
         self._targets = _vectors([small.start for small in smalls], smalls)
         self._sources = _vectors([0] * len(smalls), smalls)
 
-    def copy(self, addresses: _Words, base: int, keep: object) -> None:
+    def copy(self, addresses: Words, base: int, keep: object) -> None:
         """As `Gathers.copy`, into a buffer at address `base`."""
         if not len(self._positions):
             return
@@ -141,19 +140,19 @@ class _Vectors:
         share(lambda: _drain(left, targets, sources, keep), len(calls) // _SERIAL_CALLS)
 
 
-def _vectors(starts: list[int], smalls: Sequence[Small]) -> _Words:
+def _vectors(starts: list[int], smalls: Sequence[Small]) -> Words:
     """uint64[n, 2]: addresses and bytes, as `struct iovec` has them."""
     sizes = [small.nbytes for small in smalls]
     return np.array([starts, sizes], np.uint64).T.copy()
 
 
-def _drain(left: Iterator[int], targets: _Words, sources: _Words, keep: object) -> None:  # noqa: ARG001 - held, not used
+def _drain(left: Iterator[int], targets: Words, sources: Words, keep: object) -> None:  # noqa: ARG001 - held, not used
     for begin in left:
         some = slice(begin, begin + _CALL_VECTORS)
         _copy(targets[some], sources[some])
 
 
-def _copy(targets: _Words, sources: _Words) -> None:
+def _copy(targets: Words, sources: Words) -> None:
     count = len(sources)
     if _read is not None:
         vectors = (targets.ctypes.data, count, sources.ctypes.data, count)

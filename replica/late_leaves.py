@@ -31,7 +31,7 @@ from torch import nn
 
 from replica.device_pieces import on_host
 from replica.leaves import LeafList, span
-from replica.torch_private import DTensor, in_backward, local_and_spec
+from replica.torch_private import in_backward, local_of
 
 LATE_BYTES_MIN = 1 << 16
 """Smaller leaves are copied at once: that takes less than to hand them over one by one."""
@@ -181,12 +181,12 @@ def _owned(
                 params[id(param)] = param
                 owned_by.setdefault(id(param), []).append(owner)
     for number, param in params.items():
-        own = tuple(large.get(id(_local(param)), ()))
+        own = tuple(large.get(id(local_of(param)), ()))
         mine = owned_by.get(number, [])
         kept = {leaf for owner in mine for leaf in _kept(owner, param, large)}
         if own or kept:
-            why = unfit.get(number, NO_MODULE) if on_host(_local(param)) else ON_DEVICE
-            nbytes = _nbytes(_local(param)) if own else 0
+            why = unfit.get(number, NO_MODULE) if on_host(local_of(param)) else ON_DEVICE
+            nbytes = _nbytes(local_of(param)) if own else 0
             yield _Owned(param, tuple(mine), own, tuple(sorted(kept)), nbytes, why)
 
 
@@ -196,7 +196,7 @@ def _kept(owner: object, param: torch.Tensor, large: dict[int, list[int]]) -> It
         # A defaultdict: to ask for what is not there would make it.
         for value in owner.state.get(param, {}).values():
             if isinstance(value, torch.Tensor):
-                yield from large.get(id(_local(value)), ())
+                yield from large.get(id(local_of(value)), ())
 
 
 def _doubt(owner: object, unseen: Unseen) -> str:
@@ -229,10 +229,6 @@ def _doubt_parameter(param: torch.Tensor) -> str:
     if not param.requires_grad:
         return FROZEN
     return IN_BACKWARD if in_backward(param) else ""
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return local_and_spec(value)[0] if isinstance(value, DTensor) else value
 
 
 def _reach(value: Any) -> int:

@@ -45,7 +45,6 @@ class RemoteEngine:
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}
         self._last: Ticket | None = None
-        self._told: Ticket | None = None
         self._counts = Counts(loud=True)
         self._line = Line(
             silence_s=options.timeout_s,

@@ -14,7 +14,7 @@ over. A recipe is checked when it is made: it must give what the walk gave.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from operator import is_
@@ -103,6 +103,14 @@ class _Row:
     count: int = 0
     others: list[tuple[int, _Part]] = field(default_factory=list)
 
+    def read_inside(self, members: Collection[Any], reading: _Reading) -> None:
+        """Read what lies in a container."""
+        values = list(members)
+        self.read(values, reading)
+        # An object in it that is asked for its state may put others in the places beside it.
+        if self.others and not all(map(is_, members, values)):
+            raise Changed
+
     def read(self, values: Sequence[Any], reading: _Reading) -> None:
         if len(values) != self.count:
             raise Changed
@@ -128,11 +136,7 @@ class _Mapping:
         if keys != self.keys or list(map(type, keys)) != self.key_types:
             raise Changed
         reading.encoder.open(value)
-        values = list(value.values())
-        self.row.read(values, reading)
-        # An object in it that is asked for its state may put others in the places beside it.
-        if self.row.others and not all(map(is_, value.values(), values)):
-            raise Changed
+        self.row.read_inside(value.values(), reading)
         reading.encoder.close(value)
 
 
@@ -145,10 +149,7 @@ class _Sequence:
         if type(value) is not self.kind:
             raise Changed
         reading.encoder.open(value)
-        values = list(value)
-        self.row.read(values, reading)
-        if self.row.others and not all(map(is_, value, values)):
-            raise Changed
+        self.row.read_inside(value, reading)
         reading.encoder.close(value)
 
 

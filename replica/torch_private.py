@@ -122,14 +122,6 @@ def specs_of(values: Iterable[DTensor]) -> list[object]:
     return list(map(attrgetter("_spec"), values))
 
 
-def shard_order(value: DTensor) -> str | None:
-    """In which order its dimensions are sharded over the mesh; None for the mesh's own order.
-
-    Two DTensors of equal placements hold other parts of the whole where this differs.
-    """
-    return spec_order(value._spec)
-
-
 SPEC_FIELDS = (
     "mesh",
     "placements",
@@ -139,9 +131,13 @@ SPEC_FIELDS = (
 """What a spec is made of; old torch has no `shard_order`."""
 
 
-def spec_order(spec: object) -> str | None:
-    """The same of a spec. Strided placements say it themselves; old torch knows no other order."""
-    order = getattr(spec, "shard_order", None) or ()
+def shard_order(value: DTensor) -> str | None:
+    """In which order its dimensions are sharded over the mesh; None for the mesh's own order.
+
+    Two DTensors of equal placements hold other parts of the whole where this differs. Strided
+    placements say it themselves; old torch knows no other order.
+    """
+    order = getattr(value._spec, "shard_order", None) or ()
     if all(list(dims) == sorted(dims) for _, dims in order):
         return None
     rows = [f"dimension {dim} over mesh dimensions {list(dims)}" for dim, dims in order]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import threading
 
 import psutil
 
+import replica
 from tests.replica.control import Control
 from tests.replica.inprocess import COMMIT_S
 
@@ -31,6 +33,22 @@ class Faults:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
         threading.Thread(target=body, daemon=True).start()
+
+
+@contextlib.contextmanager
+def checkpointers(arena_dir, timeout_s: float):
+    """Yield a maker of Checkpointers of a world of one with a process each; closed at the end."""
+    made: list[replica.Checkpointer] = []
+
+    def maker(state, **options):
+        given = {"job": "job", "arena_dir": str(arena_dir), "node_id": "a", "timeout_s": timeout_s}
+        given |= {"redundancy": "none", "random_states": False, "background": "process"}
+        made.append(replica.Checkpointer(state, **given | options))
+        return made[-1]
+
+    yield maker
+    for one in made:
+        one.close()
 
 
 def pid_of(checkpointer) -> int:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+from functools import partial
 
 import pytest
 
-from replica import fault_points
+from replica import copies, device_copy, fault_points
 from replica.arena import Arena
 from tests.replica.arena_tools import OPEN, Children
 from tests.replica.background_tools import Faults
 from tests.replica.control import ADDRESS
+from tests.replica.fake_device import FakeDevice
 from tests.replica.pool import Pool
+from tests.replica.strikes import raise_interrupted, strike_at
 from tests.replica.worlds import Host
 
 
@@ -112,3 +116,27 @@ def faults(monkeypatch):
     monkeypatch.setenv(ADDRESS, "")
     yield Faults()
     fault_points.load_in_background("")
+
+
+@pytest.fixture
+def interrupts():
+    """Have SIGUSR1 raise ``Interrupted``."""
+    former = signal.signal(signal.SIGUSR1, raise_interrupted)
+    yield
+    signal.signal(signal.SIGUSR1, former)
+
+
+@pytest.fixture
+def strike(interrupts, monkeypatch):
+    """Return a function that has the signal strike at the first passage of a method of ours."""
+    return partial(strike_at, monkeypatch)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Have every tensor of two elements or more count as one of a fake GPU."""
+    fake = FakeDevice()
+    monkeypatch.setattr(copies, "on_host", lambda value: value.numel() < 2)
+    monkeypatch.setattr(device_copy, "CudaLane", fake.make_lane)
+    monkeypatch.setattr(device_copy, "LOCKS", fake.locks)
+    return fake

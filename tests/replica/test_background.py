@@ -25,6 +25,7 @@ from replica.group import MemoryGroup
 from replica.line import _BOOT
 from replica.procs import identify
 from tests.replica.arena_tools import OPEN
+from tests.replica.background_tools import pid_of
 from tests.replica.inprocess import COMMIT_S, outcomes
 from tests.replica.pool import worker_environment
 
@@ -67,11 +68,6 @@ def make(arena_dir):
     for one in made:
         with contextlib.suppress(replica.PlanariaError):
             one.close()
-
-
-def pid_of(checkpointer) -> int:
-    """Return the pid of the background process."""
-    return checkpointer._engine._line.pid
 
 
 def await_end(pid: int) -> None:

@@ -24,7 +24,7 @@ from replica.opening import ROUNDS
 from replica.serving import Serving
 from replica.snapshot import LoadPlan
 from tests.replica.arena_tools import descriptors, mappings
-from tests.replica.background_tools import background_processes, pid_of
+from tests.replica.background_tools import background_processes, checkpointers, pid_of
 from tests.replica.inprocess import COMMIT_S
 from tests.replica.pool import failures, results, worker_environment
 from tests.replica.worlds import World, names
@@ -43,17 +43,8 @@ WHAT_TO_DO = "restart all ranks of the job"
 @pytest.fixture
 def make(arena_dir):
     """Return a maker of Checkpointers of a world of one, closed with the test."""
-    made: list[replica.Checkpointer] = []
-
-    def maker(state, **options):
-        given = {"job": "job", "arena_dir": str(arena_dir), "node_id": "a", "timeout_s": TIMEOUT_S}
-        given |= {"redundancy": "none", "random_states": False, "background": "process"}
-        made.append(replica.Checkpointer(state, **given | options))
-        return made[-1]
-
-    yield maker
-    for one in made:
-        one.close()
+    with checkpointers(arena_dir, TIMEOUT_S) as maker:
+        yield maker
 
 
 def open_two(real, timeout_s=TIMEOUT_S):

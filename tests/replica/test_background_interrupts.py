@@ -33,49 +33,13 @@ from tests.replica.arena_tools import mappings
 from tests.replica.background_tools import background_processes
 from tests.replica.inprocess import COMMIT_S
 from tests.replica.pool import worker_environment
+from tests.replica.strikes import Interrupted
 
-pytestmark = [pytest.mark.real, pytest.mark.long]
+pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.usefixtures("interrupts")]
 
 TIMEOUT_S = 60.0
 """Deadline of the Checkpointers: what is over much sooner did not wait for it."""
 SOON_S = TIMEOUT_S / 3
-
-
-class Interrupted(BaseException):
-    """What the handler raises."""
-
-
-@pytest.fixture(autouse=True)
-def handler():
-    """Have a signal raise."""
-
-    def raises(number, frame):
-        raise Interrupted
-
-    former = signal.signal(signal.SIGUSR1, raises)
-    yield
-    signal.signal(signal.SIGUSR1, former)
-
-
-@pytest.fixture
-def strike(monkeypatch):
-    """Return a function that has the signal strike at the first passage of a method of ours."""
-
-    def arrange(owner: type, name: str, *, after: bool = False) -> list[str]:
-        inner, struck = getattr(owner, name), []
-
-        def method(*args, **more):
-            if struck or threading.current_thread() is not threading.main_thread():
-                return inner(*args, **more)
-            struck.append(name)
-            found = inner(*args, **more) if after else None
-            signal.raise_signal(signal.SIGUSR1)
-            return found
-
-        monkeypatch.setattr(owner, name, method)
-        return struck
-
-    return arrange
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import replica
-from replica import copies, device_copy
+from replica import device_copy
 from replica.pinned import PageLocks
 from tests.replica.arena_tools import descriptors, mappings
-from tests.replica.background_tools import background_processes, pid_of
-from tests.replica.fake_device import FakeDevice, FakeRuntime
+from tests.replica.background_tools import background_processes, checkpointers, pid_of
+from tests.replica.fake_device import FakeRuntime
 from tests.replica.inprocess import COMMIT_S
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
@@ -28,33 +28,14 @@ ROUNDS, WARM = 6, 1
 @pytest.fixture
 def make(arena_dir):
     """Return a maker of Checkpointers of a world of one, closed with the test."""
-    made: list[replica.Checkpointer] = []
-
-    def maker(state, **options):
-        given = {"job": "job", "arena_dir": str(arena_dir), "node_id": "a", "timeout_s": 30.0}
-        given |= {"redundancy": "none", "random_states": False, "background": "process"}
-        made.append(replica.Checkpointer(state, **given | options))
-        return made[-1]
-
-    yield maker
-    for one in made:
-        one.close()
+    with checkpointers(arena_dir, 30.0) as maker:
+        yield maker
 
 
 def commit(one, state, step: int) -> None:
     """Train and save a step."""
     state["w"].fill_(step)
     one.save(step, when_busy="wait").wait("committed", COMMIT_S)
-
-
-@pytest.fixture
-def device(monkeypatch):
-    """Have every tensor of two elements or more count as one of a fake GPU."""
-    fake = FakeDevice()
-    monkeypatch.setattr(copies, "on_host", lambda value: value.numel() < 2)
-    monkeypatch.setattr(device_copy, "CudaLane", fake.make_lane)
-    monkeypatch.setattr(device_copy, "LOCKS", fake.locks)
-    return fake
 
 
 def test_the_trainer_locks_what_it_copies_into(make, device):

@@ -6,25 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from replica import copies, device_copy, late_leaves
+from replica import copies, late_leaves
 from replica.errors import StateError
 from replica.overlap import Overlap
 from replica.pinned import mapping_of
 from replica.slot import map_file
 from replica.snapshot import Snapshot
-from tests.replica.fake_device import FakeDevice
 from tests.replica.overlap_tools import train, training
 from tests.replica.snapshot_tools import HEADER, bits, image_of, load
-
-
-@pytest.fixture
-def device(monkeypatch):
-    """Have every tensor of two elements or more count as one of a fake GPU."""
-    fake = FakeDevice()
-    monkeypatch.setattr(copies, "on_host", lambda value: value.numel() < 2)
-    monkeypatch.setattr(device_copy, "CudaLane", fake.make_lane)
-    monkeypatch.setattr(device_copy, "LOCKS", fake.locks)
-    return fake
 
 
 def state_of(rng):

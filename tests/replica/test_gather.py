@@ -45,7 +45,7 @@ def test_every_byte_arrives_and_no_other_is_touched(
         twin = buffer.copy()
         for small, found in zip(smalls, wanted, strict=True):
             twin[small.start : small.start + small.nbytes] = found
-        Gathers(smalls).copy(pointers, buffer, source)
+        Gathers(smalls).copy(np.array(pointers, np.uint64), buffer, source)
         assert buffer.tobytes() == twin.tobytes()
 
 
@@ -57,5 +57,6 @@ def test_far_apart():
     arrays = [*values, far]
     pointers = [array.__array_interface__["data"][0] for array in arrays]
     buffer = np.zeros(20, np.uint8)
-    Gathers([Small(4 * at, 4, at) for at in range(5)]).copy(pointers, buffer, arrays)
+    smalls = [Small(4 * at, 4, at) for at in range(5)]
+    Gathers(smalls).copy(np.array(pointers, np.uint64), buffer, arrays)
     assert buffer.view(np.uint32).tolist() == [0, 1, 2, 3, 9]

@@ -23,6 +23,7 @@ from replica.snapshot import LoadPlan, Snapshot
 from replica.staging import Stager
 from replica.timed_store import TimedStore
 from tests.replica.inprocess import COMMIT_S, Cluster, outcomes
+from tests.replica.strikes import Interrupted
 
 TIMEOUT_S = 12.0
 """Deadline of the Checkpointers: what is over much sooner did not wait for it."""
@@ -39,37 +40,6 @@ def others():
     OTHERS.update(threading.enumerate())
     yield
     OTHERS.clear()
-
-
-class Interrupted(BaseException):
-    """What the handler raises."""
-
-
-@pytest.fixture
-def strike(monkeypatch):
-    """Return a function that has the signal strike at the first passage of a method of ours."""
-
-    def handler(number, frame):
-        raise Interrupted
-
-    former = signal.signal(signal.SIGUSR1, handler)
-
-    def arrange(owner: type, name: str, *, after: bool = False) -> list[str]:
-        inner, struck = getattr(owner, name), []
-
-        def method(*args, **more):
-            if struck or threading.current_thread() is not threading.main_thread():
-                return inner(*args, **more)
-            struck.append(name)
-            found = inner(*args, **more) if after else None
-            signal.raise_signal(signal.SIGUSR1)
-            return found
-
-        monkeypatch.setattr(owner, name, method)
-        return struck
-
-    yield arrange
-    signal.signal(signal.SIGUSR1, former)
 
 
 def alone(arena_dir, **options):

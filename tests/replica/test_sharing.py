@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from replica.errors import StateError
 from replica.leaves import overlaps_itself
 from replica.snapshot import Snapshot
-from replica.torch_private import spec_order
+from replica.torch_private import shard_order
 from tests.replica.snapshot_tools import HEADER, bits, image_of, load, returned
 from tests.replica.test_resume_strict import load_leniently
 
@@ -320,7 +320,7 @@ def dealt(mesh, *dims):
 def test_another_order_of_sharding_is_named(mesh):
     """A save refuses it, a later one too, and a restore takes no live one for the usual one."""
     usual, other = dealt(mesh, 0, 1), dealt(mesh, 1, 0)
-    assert spec_order(usual._spec) is None
+    assert shard_order(usual) is None
     said = r"rank 1: state\['t'\] is a .*DTensor, whose shards are dealt out in another order"
     with pytest.raises(StateError, match=said):
         image_of({"t": other})
