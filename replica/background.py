@@ -70,7 +70,6 @@ class _Service:
         self._telling = threading.Lock()
         self._told: Frame = {}
         self._tickets: weakref.WeakKeyDictionary[Ticket, int] = weakref.WeakKeyDictionary()
-        self._count = 0
         self._pulse_s = _PULSE_S
 
     def run(self) -> None:
@@ -129,9 +128,8 @@ class _Service:
 
     def _save(self, args: Frame) -> Frame:
         ticket = self._opened.save(field(args, "step", int), wait=field(args, "wait", bool))
-        if ticket not in self._tickets:
-            self._count += 1
-            self._tickets[ticket] = self._count
+        # The trainer has made its own by this number, when the capture was all that it waits for.
+        self._tickets.setdefault(ticket, self._open)
         return {"ticket": self._ticket_facts(ticket), "made": ticket}
 
     def _close(self, args: Frame) -> Frame:

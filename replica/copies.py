@@ -18,11 +18,12 @@ import torch
 
 from erasure.digest import digest
 from replica.bound import Bound
+from replica.copy_kernel import Words
 from replica.device_copy import DeviceCopies
 from replica.device_pieces import device_copy, on_host
 from replica.dtypes import carrier, code_of
 from replica.facts import Facts, pointers_of
-from replica.gather import SMALL_BYTES, Gathers, Small, Words
+from replica.gather import SMALL_BYTES, Gathers, Small
 from replica.image import (
     METADATA_KEY,
     PAD_NAME,
@@ -205,7 +206,7 @@ class CopyPlan:
             tardy = self._wholly_late(leaves, late)
             left = np.array([tensors[at] in tardy for at in self._runs[1]], np.bool_)
             now, rest = self._runs[:, ~left], self._runs[:, left]
-            after = _pieces(rest, addresses, base)
+            after = list(map(tuple, _pieces(rest, addresses, base).tolist()))
             owners = [tensors[at] for at in rest[1]]
             # The storages too: a tensor may be given another one before the caller copies.
             kept = [values[leaf].untyped_storage() for leaf in tardy]
@@ -271,11 +272,10 @@ def _runs(
             yield start + begin, position[copy.leaf], begin, size
 
 
-def _pieces(runs: _Runs, addresses: Words, base: int) -> list[Piece]:
-    """The copies, by address. In columns: a tuple per run that is kept is cold when it is read."""
-    starts, at, begins, sizes = runs
-    sources = addresses[at] + begins.astype(np.uint64)
-    return list(zip((starts + base).tolist(), sources.tolist(), sizes.tolist(), strict=True))
+def _pieces(runs: _Runs, addresses: Words, base: int) -> Words:
+    """The copies, by address: uint64[n, 3]."""
+    starts, _, begins, sizes = runs.astype(np.uint64)
+    return np.stack((starts + np.uint64(base), addresses[runs[1]] + begins, sizes), axis=1)
 
 
 def _tensor_item(values: list[Leaf], block: Block, members: list[int], name: str) -> _Item:

@@ -1,9 +1,10 @@
 """Many small tensors copied into one buffer by a few calls, straight from their addresses.
 
-A call per tensor costs more than the bytes of a small one. `process_vm_readv` takes a thousand
-addresses at once, without the interpreter's lock, and here the process that it reads is this one.
-What was measured for that choice: `docs/performance.md`. The kernel takes 2 us for each, however
-small: what is no larger than a number, as an optimizer's step counts, is picked by numpy instead.
+A call per tensor costs more than the bytes of a small one. The copy kernel takes all of them at
+once. Where there is none, `process_vm_readv` takes a thousand addresses, without the interpreter's
+lock, and here the process that it reads is this one. What was measured for that choice:
+`docs/performance.md`. The system takes 2 us for each, however small: what is no larger than a
+number, as an optimizer's step counts, is picked by numpy instead.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from itertools import compress
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from replica.copy_kernel import Words, copy_kernel
 from replica.image import Bytes
-from replica.memcopy import share
+from replica.memcopy import copy_pieces, share
 
 _NUMBER_BYTES = (1, 2, 4, 8)
 SMALL_BYTES = 1 << 16
@@ -28,8 +29,6 @@ SMALL_BYTES = 1 << 16
 _CALL_VECTORS = 1024
 """What the kernel takes at once (IOV_MAX)."""
 _SERIAL_CALLS = 2
-
-Words = npt.NDArray[np.uint64]
 
 
 def _system_call() -> Callable[..., int] | None:
@@ -59,6 +58,9 @@ class Gathers:
     """The small tensors of a plan. Holds neither a tensor nor an address."""
 
     def __init__(self, smalls: Sequence[Small]) -> None:
+        self._rows = _Rows(smalls) if copy_kernel() is not None else None
+        if self._rows is not None:
+            return
         sizes = [_number_bytes(small) for small in smalls]
         split = {size: list(compress(smalls, map(size.__eq__, sizes))) for size in set(sizes)}
         self._vectors = _Vectors(split.pop(0, []))
@@ -70,15 +72,33 @@ class Gathers:
         `keep` holds the memory alive. Returns, or raises, when no thread touches any of it any
         more.
         """
+        base = buffer.__array_interface__["data"][0]
+        if self._rows is not None:
+            self._rows.copy(addresses, base, keep)
+            return
         for numbers in self._numbers:
             numbers.copy(addresses, buffer)
-        self._vectors.copy(addresses, buffer.__array_interface__["data"][0], keep)
+        self._vectors.copy(addresses, base, keep)
 
 
 def _number_bytes(small: Small) -> int:
     """The size of a tensor that goes into the buffer as one number would lie there, or 0."""
     fits = small.nbytes in _NUMBER_BYTES and small.start % small.nbytes == 0
     return small.nbytes if fits else 0
+
+
+class _Rows:
+    """Tensors that the copy kernel copies."""
+
+    def __init__(self, smalls: Sequence[Small]) -> None:
+        self._positions = np.array([small.position for small in smalls], np.intp)
+        self._starts = np.array([small.start for small in smalls], np.uint64)
+        self._sizes = np.array([small.nbytes for small in smalls], np.uint64)
+
+    def copy(self, addresses: Words, base: int, keep: object) -> None:
+        """As `Gathers.copy`, into a buffer at address `base`."""
+        targets = self._starts + np.uint64(base)
+        copy_pieces(np.stack((targets, addresses[self._positions], self._sizes), axis=1), keep)
 
 
 class _Numbers:

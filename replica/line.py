@@ -100,7 +100,8 @@ class Line:
         self._silence_s = silence_s
         self._on_note, self._on_end, self._tell, self._pending = on_note, on_end, tell, pending
         self._calls: dict[int, queue.SimpleQueue[Frame | None]] = {}
-        self._number = 0
+        self.number = 0
+        """Of the newest call."""
         self._heard_s = time.monotonic()
         self._why = ""
         self._unwanted = False
@@ -143,22 +144,35 @@ class Line:
         """The process is gone, however that was."""
         return self._ended.is_set()
 
-    def call(self, name: str, args: Frame, serve: Serve, silence_s: float | None = None) -> Frame:
+    def call(
+        self,
+        name: str,
+        args: Frame,
+        serve: Serve,
+        silence_s: float | None = None,
+        *,
+        meanwhile: Callable[[], object] = bool,
+        enough: Callable[[], bool] = bool,
+    ) -> Frame:
         """Have the process carry out a call; the frame of its result.
 
         Serves meanwhile what it asks. Raises what it raises, Ended when it is gone, or has been
         ended because it said nothing for ``silence_s``. Broken off here by an exception, Ctrl-C
-        say, the call is broken off there too.
+        say, the call is broken off there too. ``meanwhile`` is done first of all, when the process
+        has been called. After an answer from which on ``enough`` holds this returns an empty frame,
+        and the process ends the call by itself.
         """
         if self.lost:
             raise Ended(self.lost)
-        self._number += 1
-        number, answers = self._number, queue.SimpleQueue[Frame | None]()
+        self.number += 1
+        number, answers = self.number, queue.SimpleQueue[Frame | None]()
         self._calls[number] = answers
         self._heard_s = time.monotonic()
         try:
             self._send({"call": number, "name": name, "args": args})
-            return self._follow(number, answers, serve, silence_s or self._silence_s)
+            meanwhile()
+            silence_s = silence_s or self._silence_s
+            return self._follow(number, answers, serve, silence_s, enough)
         except (Exception, GeneratorExit):
             raise
         except BaseException as error:
@@ -167,6 +181,8 @@ class Line:
             raise
         finally:
             del self._calls[number]
+            while not answers.empty():
+                self._unheard(answers.get())
 
     def send(self, frame: Frame) -> None:
         """Say something that belongs to no call; lost when the process is gone."""
@@ -197,7 +213,12 @@ class Line:
             raise Ended(self.lost or str(error)) from error
 
     def _follow(
-        self, number: int, answers: queue.SimpleQueue[Frame | None], serve: Serve, silence_s: float
+        self,
+        number: int,
+        answers: queue.SimpleQueue[Frame | None],
+        serve: Serve,
+        silence_s: float,
+        enough: Callable[[], bool],
     ) -> Frame:
         while True:
             frame = self._next(answers, silence_s)
@@ -207,6 +228,8 @@ class Line:
                 raise error_of(frame["raised"])
             if "ask" in frame:
                 self._send({"call": number, **self._answer(frame, serve)})
+                if enough():
+                    return {}
                 self._heard_s = time.monotonic()
             else:
                 self._tell(frame)
@@ -299,10 +322,18 @@ class Line:
             answers = self._calls.get(frame["call"])
             if answers is not None:
                 answers.put(frame)
-            elif "ask" in frame:
-                # Of a call that was broken off here.
-                self.send({"call": frame["call"], "broken off": True})
+            else:
+                self._unheard(frame)
         elif "event" in frame or "log" in frame:
+            self._notes.put(frame)
+
+    def _unheard(self, frame: Frame | None) -> None:
+        """What comes of a call that was broken off or left open here."""
+        if frame is None:
+            return
+        if "ask" in frame:
+            self.send({"call": frame["call"], "broken off": True})
+        elif "log" in frame:
             self._notes.put(frame)
 
     def _tell_all(self) -> None:

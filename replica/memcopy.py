@@ -2,7 +2,7 @@
 
 `Tensor.copy_` waits for all of torch's threads once per tensor. With 64 tensors and a busy
 machine that was measured at five times the time of one large copy; here the threads take pieces
-from one list, so that a thread that was descheduled holds up one piece.
+from one list, so that a thread that was descheduled holds up no more than what it has taken.
 """
 
 from __future__ import annotations
@@ -10,12 +10,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise, starmap
 
+import numpy as np
 import torch
 
+from replica.copy_kernel import CopyKernel, Words, copy_kernel
+
 PIECE_BYTES = 4 << 20
+_TURN_BYTES = 16 << 20
+"""What a thread takes at once, with the kernel: some milliseconds, after which Ctrl-C is heard."""
+_ROW_BYTES = 1 << 10
+"""A piece more takes as long as so many bytes: its memory is somewhere else, and cold."""
 _SERIAL_BYTES = 4 * PIECE_BYTES
 _THREADS_MAX = 16
 
@@ -27,14 +37,26 @@ _pool: list[ThreadPoolExecutor] = []
 os.register_at_fork(after_in_child=_pool.clear)
 
 
-def copy_pieces(pieces: Sequence[Piece], keep: object) -> None:
+def copy_pieces(pieces: Sequence[Piece] | Words, keep: object) -> None:
     """Copy all pieces; returns, or raises, when no thread touches any of them any more.
 
-    `keep` holds the memory alive until then. Pieces must not overlap one another's targets.
+    As an array they are uint64[n, 3]. `keep` holds the memory alive until then. Pieces must not
+    overlap one another's targets, and be of at most `PIECE_BYTES` if several threads are to share
+    them.
     """
-    shared = iter(pieces)
-    small = sum(nbytes for _, _, nbytes in pieces) < _SERIAL_BYTES
-    share(lambda: _drain(shared, keep), 1 if small else len(pieces))
+    rows = np.ascontiguousarray(pieces, np.uint64).reshape(-1, 3)
+    costs = np.cumsum(rows[:, 2] + np.uint64(_ROW_BYTES))
+    if not len(rows):
+        return
+    parts = 1 if costs[-1] < _SERIAL_BYTES else len(rows)
+    kernel = copy_kernel()
+    if kernel is None:
+        singly: Iterator[list[int]] = iter(rows.tolist())
+        share(partial(_drain, singly, keep), parts)
+        return
+    cuts = (np.flatnonzero(np.diff(costs // np.uint64(_TURN_BYTES))) + 1).tolist()
+    turns = pairwise([0, *cuts, len(rows)])
+    share(partial(_drain_turns, kernel, turns, rows, keep), parts)
 
 
 def share(drain: Callable[[], None], parts: int) -> None:
@@ -55,9 +77,20 @@ def share(drain: Callable[[], None], parts: int) -> None:
             helper.result()
 
 
-def _drain(pieces: Iterator[Piece], keep: object) -> None:  # noqa: ARG001 - held, not used
-    for target, source, nbytes in pieces:
-        ctypes.memmove(target, source, nbytes)
+def _drain(pieces: Iterator[list[int]], keep: object) -> None:  # noqa: ARG001 - held, not used
+    # Without a step of the interpreter between two pieces, where another thread takes its lock.
+    deque(starmap(ctypes.memmove, pieces), maxlen=0)
+
+
+def _drain_turns(
+    kernel: CopyKernel,
+    turns: Iterator[tuple[int, int]],
+    rows: Words,
+    keep: object,  # noqa: ARG001 - held, not used
+) -> None:
+    start, row_bytes = rows.ctypes.data, rows.strides[0]
+    for begin, end in turns:
+        kernel(start + begin * row_bytes, end - begin)
 
 
 def _executor() -> ThreadPoolExecutor:

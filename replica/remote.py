@@ -15,7 +15,7 @@ from recovery.session import RestoreAborted, RestoreHalfDone
 from replica.config import Options
 from replica.errors import ConfigError, PeerError, SaveFailed
 from replica.group import Group, MemoryGroup, TorchGroup
-from replica.line import OTHERS_START_S, RESTART, Ended, Line, gone
+from replica.line import OTHERS_START_S, RESTART, Ended, Line, Serve, gone
 from replica.mappings import Mappings
 from replica.opening import ROUNDS, together
 from replica.request import Counts
@@ -23,12 +23,14 @@ from replica.serving import Serving
 from replica.snapshot import Snapshot
 from replica.ticket import Ticket
 from replica.timed_store import TimedStore
-from replica.wire import Frame, field, ours
+from replica.wire import Frame, error_of, field, ours
 
 log = logging.getLogger("planaria")
 
 Emit = Callable[[dict[str, Any]], None]
 
+SETTLE_S = 1.0
+"""How long a look at the status waits for the end of a save that has returned already."""
 CLOSE_SLACK_S = 5.0
 """How much longer a close may be silent than it may wait."""
 
@@ -44,7 +46,14 @@ class RemoteEngine:
         self._status: dict[str, Any] = {"open": False}
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}
+        """By the number of the call that made each."""
         self._last: Ticket | None = None
+        self._left_open = 0
+        """The call that the process has still to end by itself, if any."""
+        self._first: Frame = {}
+        """Of its ticket."""
+        self._settled = threading.Event()
+        self._settled.set()
         self._counts = Counts(loud=True)
         self._line = Line(
             silence_s=options.timeout_s,
@@ -116,19 +125,49 @@ class RemoteEngine:
         return step
 
     def save(self, step: int, *, wait: bool) -> Ticket:
-        """Stage one step, with ``wait`` after the save under way (see ``Checkpointer.save``)."""
+        """Stage one step, with ``wait`` after the save under way (see ``Checkpointer.save``).
+
+        Returns as soon as the state is captured: the rest of the call needs no trainer.
+        """
         if not self._line.lost:
+            serving = self._serving
+
+            def serve(ask: str, args: Frame) -> Any:
+                answer = serving.answer(ask, args)
+                if serving.captured:
+                    self._leave_open(step)
+                return answer
+
+            args = {"step": step, "wait": wait}
+            ahead = serving.read_ahead if self._will_capture(step) else bool
             try:
-                frame = self._call("save", {"step": step, "wait": wait})
+                frame = self._call("save", args, serve, ahead, serving.is_captured)
             except Ended as error:
                 log.debug("%s", error)
             else:
-                self._last = ticket = self._made(field(frame, "ticket", dict))
+                self._last = ticket = self._made(frame.get("ticket", self._first))
                 return ticket
         return self._cannot(step)
 
+    def _will_capture(self, step: int) -> bool:
+        """Whether this save is not skipped, nor has to wait, as far as this rank knows."""
+        free = self._settled.is_set() and self._status.get("busy") is False
+        return free and not step % self._options.interval_steps
+
+    def _leave_open(self, step: int) -> None:
+        """This save will return before its call has ended: its ticket is there from here on."""
+        ticket = Ticket(step)
+        ticket.limit_s = 2 * self._options.timeout_s
+        if self._serving.staged:
+            ticket.advance("staged")
+        self._left_open = self._line.number
+        self._settled.clear()
+        self._first = {"number": self._left_open, **ticket.facts()}
+        self._made(self._first)
+
     def status(self) -> dict[str, Any]:
         """What is safe now, as far as the background process has told; from any thread."""
+        self._settled.wait(SETTLE_S)
         return dict(self._status)
 
     def close(self, timeout_s: float, *, goodbye: bool) -> None:
@@ -163,16 +202,29 @@ class RemoteEngine:
         self._serving.forget()
         self.closed = True
 
-    def _call(self, name: str, args: Frame, silence_s: float | None = None) -> Frame:
-        self._serving.begin()
+    def _call(
+        self,
+        name: str,
+        args: Frame,
+        serve: Serve | None = None,
+        meanwhile: Callable[[], object] = bool,
+        enough: Callable[[], bool] = bool,
+        *,
+        silence_s: float | None = None,
+    ) -> Frame:
+        serving, line = self._serving, self._line
+        serving.begin()
+        serve = serve or serving.answer
         try:
-            return self._line.call(name, args, self._serving.answer, silence_s)
+            return line.call(name, args, serve, silence_s, meanwhile=meanwhile, enough=enough)
         except Ended:
             raise
         except Exception as error:  # noqa: BLE001 - of whatever type the process has named
             # What the state's own methods raised is shown as the cause, as it was raised.
             cause = self._serving.raised or error.__cause__
             raise ours(error) from cause
+        finally:
+            serving.end()
 
     def _cannot(self, step: int) -> Ticket:
         """A step that comes when the process is gone; training goes on unless ``on_error`` says."""
@@ -198,6 +250,18 @@ class RemoteEngine:
         if "status" in frame:
             self._status = field(frame, "status", dict)
             self.unusable = self.unusable or field(frame, "unusable", str)
+        if frame.get("call") == self._left_open and ("result" in frame or "raised" in frame):
+            self._end_call(frame)
+
+    def _end_call(self, frame: Frame) -> None:
+        """The end of a save that has returned before: the ticket is who can hear of an error."""
+        self._left_open = 0
+        self._settled.set()
+        ticket = self._tickets.get(field(frame, "call", int))
+        if "raised" in frame and ticket is not None:
+            error = error_of(frame["raised"])
+            log.warning("step %d: %s", ticket.step, error)
+            ticket.fail(f"{type(error).__name__}: {error}")
 
     def _made(self, facts: Frame) -> Ticket:
         """The ticket that is told of, made when it is the first time."""
@@ -218,6 +282,7 @@ class RemoteEngine:
         )
         counts = {"busy": False, "broken": how, "last_error": how, "protected": "none"}
         self._status = self._status | counts
+        self._settled.set()
         self._fail_all(how)
 
     def _fail_all(self, how: str) -> None:

@@ -24,6 +24,7 @@ log = logging.getLogger("planaria")
 class Serving:
     """Answers for one open Checkpointer. ``committed``: live objects may have been changed.
 
+    ``captured``: a step was captured in this call, and all of it that is late was begun.
     ``raised``: the last exception of the state's own methods in this call. ``rounds``: how often
     the ranks have agreed; ``disagreed``: an exchange failed, or one of them said that it had.
     """
@@ -43,7 +44,7 @@ class Serving:
         self._late: Captured | None = None
         self._copies: dict[int, Captured] = {}
         self.raised: Exception | None = None
-        self.committed = False
+        self.committed = self.captured = False
         self.rounds, self.disagreed = 0, False
         self._answers: dict[str, Callable[[Frame], Any]] = {
             "exchange": self._exchange,
@@ -57,9 +58,30 @@ class Serving:
             "event": lambda args: self._emit(field(args, "event", dict)),
         }
 
+    @property
+    def staged(self) -> bool:
+        """What was captured last is complete."""
+        return self._late is not None and not self._late.late_bytes
+
+    def is_captured(self) -> bool:
+        """``captured``, as a function."""
+        return self.captured
+
+    def read_ahead(self) -> None:
+        """Read the state while the process gets ready: it does not change within the call."""
+        try:
+            self._snapshot.read_ahead(self._group.rank)
+        except Exception as error:  # noqa: BLE001 - the capture raises it again, and is heard
+            log.debug("while reading ahead: %s", error)
+
     def begin(self) -> None:
         """A call begins."""
-        self.raised, self.committed, self._prepared = None, False, None
+        self.raised, self._prepared = None, None
+        self.committed = self.captured = False
+
+    def end(self) -> None:
+        """A call is over here."""
+        self._snapshot.forget_ahead()
 
     def answer(self, ask: str, args: Frame) -> Any:
         """Do what is asked. Raises what the state's own methods raise."""
@@ -91,6 +113,7 @@ class Serving:
         buffer = self.mappings.view(field(args, "memory", dict))
         captured = self._snapshot.begin_capture(buffer, _header(field(args, "header", dict)))
         self._late = captured
+        self.captured = not captured.late_bytes
         return {"nbytes": captured.nbytes, "late_bytes": captured.late_bytes}
 
     def _start_late(self, args: Frame) -> None:
@@ -99,6 +122,7 @@ class Serving:
             raise WireLost("nothing was captured")
         self._copies = {number: captured}
         captured.start(lambda: self._say({"late": number, "over": True}))
+        self.captured = True
 
     def finish_late(self, number: int, timeout_s: float) -> None:
         """Say when a late copy is complete, or why it will not be; from a thread of its own."""

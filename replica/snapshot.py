@@ -104,6 +104,7 @@ class Snapshot:
         """What `begin_capture` asks which leaves it may leave for later; None: none."""
         self._copies: CopyPlan | None = None
         self._recipe: Recipe | None = None
+        self._ahead: tuple[LeafList, bytes, CopyPlan] | None = None
 
     def plan(self, rank: int, *, self_check: bool = False) -> Plan:
         """Walk the state as it is now, and with `self_check` read back what was written of it.
@@ -157,13 +158,28 @@ class Snapshot:
         """
         return self._capture_into(buffer, header, self.overlap)
 
+    def read_ahead(self, rank: int) -> None:
+        """Read what a capture reads before it copies; for one in which the state stays as it is.
+
+        It is used by the next capture, or given up by `forget_ahead`. Nothing is read for the first
+        one. Raises what the capture would.
+        """
+        if self._recipe is not None:
+            with _collector_paused():
+                self._ahead = self._capture(rank)
+
+    def forget_ahead(self) -> None:
+        """Let go of what was read ahead and not used."""
+        self._ahead = None
+
     def _capture_into(
         self, buffer: Bytes, header: ShardHeader, overlapping: overlap.Overlap | None
     ) -> source.Captured:
         _check_buffer(buffer)
         self._pending.check(header.step, header.owner)
+        ahead, self._ahead = self._ahead, None
         with _collector_paused():
-            leaves, tree, copies = self._capture(header.owner)
+            leaves, tree, copies = ahead or self._capture(header.owner)
         if copies.layout.tree_start + len(tree) > buffer.nbytes:
             copies.forget_buffers()
             raise NeedCapacity(capacity_bytes=copies.capacity_bytes(tree), have_bytes=buffer.nbytes)

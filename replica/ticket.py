@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,8 +59,7 @@ class Ticket:
         if stage not in STAGES:
             raise ConfigError(f"stage is {stage!r}, expected one of {STAGES}")
         wanted = STAGES.index(stage)
-        timeout_s = self.limit_s if timeout_s is None else timeout_s
-        self._changes.wait_for(lambda: self._stage >= wanted or self._over(), timeout_s)
+        timeout_s = self._wait_for(wanted, timeout_s)
         with self._changes.lock:
             if self._stage >= wanted or self.skipped:
                 return
@@ -67,6 +67,19 @@ class Ticket:
                 raise SaveFailed(f"step {self.step} was not committed: {self.reason}")
             reached = STAGES[self._stage] if self._stage >= 0 else "admitted"
             raise TimeoutError(f"step {self.step} is {reached} after {timeout_s} s, not {stage}")
+
+    def _wait_for(self, wanted: int, timeout_s: float | None) -> float:
+        """Wait for a stage or the end; how long that may have lasted.
+
+        The copy in a trainer learns its limit a moment after it was made.
+        """
+        started_s = time.monotonic()
+        while True:
+            limit_s = self.limit_s if timeout_s is None else timeout_s
+            left_s = started_s + limit_s - time.monotonic()
+            over = self._changes.wait_for(lambda: self._stage >= wanted or self._over(), left_s)
+            if over or timeout_s is not None or limit_s == self.limit_s:
+                return limit_s
 
     def advance(self, stage: str) -> None:
         """For the driver: ``stage`` is reached."""

@@ -35,7 +35,11 @@ ALLOWED = {
     },
 }
 # Third-party names that one place alone may import.
-ONLY_IN = {"zfec": "erasure/kernels/zfec.py", "matplotlib": "replica/demo/"}
+ONLY_IN = {
+    "zfec": "erasure/kernels/zfec.py",
+    "llvmlite": "replica/copy_kernel.py",
+    "matplotlib": "replica/demo/",
+}
 
 # Network, processes, clock, chance: never in arithmetic.
 NOT_ARITHMETIC = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 STAY_S = 60.0
@@ -18,6 +20,20 @@ def announce(event: str) -> None:
 
 def stay(where: str, word: str) -> None:
     """At the first passage of a method, ``module.Class.method``, say ``word`` and wait there."""
+    _at_first(where, lambda: stay_here(word))
+
+
+def fail(where: str, text: str) -> None:
+    """At the first passage of a method warn of ``text``, and raise it."""
+
+    def raise_it() -> None:
+        logging.getLogger("planaria").warning("before it fails: %s", text)
+        raise RuntimeError(text)
+
+    _at_first(where, raise_it)
+
+
+def _at_first(where: str, act: Callable[[], None]) -> None:
     module, owner_name, name = where.rsplit(".", 2)
     owner = getattr(importlib.import_module(module), owner_name)
     inner, passed = getattr(owner, name), []
@@ -25,7 +41,7 @@ def stay(where: str, word: str) -> None:
     def method(*args: Any, **more: Any) -> Any:
         if not passed:
             passed.append(name)
-            stay_here(word)
+            act()
         return inner(*args, **more)
 
     setattr(owner, name, method)

@@ -29,12 +29,14 @@ def random_smalls(rng, source, *, odd_sources, odd_targets):
 
 @pytest.mark.parametrize("odd_sources", [False, True])
 @pytest.mark.parametrize("odd_targets", [False, True])
-@pytest.mark.parametrize("call", [True, False])
+@pytest.mark.parametrize("way", ["kernel", "system call", "one by one"])
 def test_every_byte_arrives_and_no_other_is_touched(
-    call, odd_targets, odd_sources, rng, monkeypatch
+    way, odd_targets, odd_sources, rng, monkeypatch
 ):
-    """Numbers and longer ones, at addresses of any alignment, with the system call and without."""
-    if not call:
+    """Numbers and longer ones, at addresses of any alignment, in each of the ways."""
+    if way != "kernel":
+        monkeypatch.setattr(gather, "copy_kernel", lambda: None)
+    if way == "one by one":
         monkeypatch.setattr(gather, "_read", None)
     source = rng.integers(0, 256, 1 << 16, np.uint8)
     for _ in range(20):
@@ -49,8 +51,9 @@ def test_every_byte_arrives_and_no_other_is_touched(
         assert buffer.tobytes() == twin.tobytes()
 
 
-def test_far_apart():
+def test_far_apart(monkeypatch):
     """Numbers in two mappings: what lies between them, mapped or not, is not read."""
+    monkeypatch.setattr(gather, "copy_kernel", lambda: None)
     values = [np.full(1, index, np.uint32) for index in range(4)]
     far = np.zeros(1 << 28, np.uint8)[-4:].view(np.uint32)  # a mapping of its own
     far[:] = 9

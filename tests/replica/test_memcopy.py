@@ -13,6 +13,14 @@ from replica import memcopy
 from replica.memcopy import PIECE_BYTES, copy_pieces
 
 
+@pytest.fixture(params=["kernel", "memmove"])
+def kind(request, monkeypatch):
+    """Copy by the compiled kernel, or piece by piece as where there is none."""
+    if request.param == "memmove":
+        monkeypatch.setattr(memcopy, "copy_kernel", lambda: None)
+    return request.param
+
+
 def pieces_of(target, source, size):
     """Cut a copy of two arrays into pieces."""
     to, at = (array.__array_interface__["data"][0] for array in (target, source))
@@ -22,6 +30,7 @@ def pieces_of(target, source, size):
     ]
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("threads", [1, 2, 5, 64])
 @pytest.mark.parametrize("size", [1 << 20, 3 << 20, 64 << 20])
 def test_every_byte_is_copied(threads, size, rng, monkeypatch):
@@ -33,29 +42,35 @@ def test_every_byte_is_copied(threads, size, rng, monkeypatch):
     assert (target == source).all()
 
 
+@pytest.mark.usefixtures("kind")
 def test_no_pieces_are_no_work():
     """An empty list is fine: a rank without tensors has one."""
     copy_pieces([], None)
 
 
-def test_an_interrupt_waits_for_the_other_threads(monkeypatch):
+def test_an_interrupt_waits_for_the_other_threads(monkeypatch, kind):
     """When the calling thread is interrupted the others have finished before it raises."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    caller, started, finished = threading.current_thread(), threading.Event(), []
+    caller, started, finished, broken = threading.current_thread(), threading.Event(), [], []
 
-    def move(_target, _source, nbytes):
+    def work(count):
         if threading.current_thread() is caller:
             assert started.wait(60)
+            broken.append(count)
             raise KeyboardInterrupt
         started.set()
-        finished.append(nbytes)
+        finished.append(count)
 
-    monkeypatch.setattr(ctypes, "memmove", move)
+    if kind == "kernel":
+        monkeypatch.setattr(memcopy, "copy_kernel", lambda: lambda _, count: work(count))
+    monkeypatch.setattr(ctypes, "memmove", lambda *_: work(1))
     with pytest.raises(KeyboardInterrupt):
-        copy_pieces([(0, 0, PIECE_BYTES)] * 10, None)
-    assert len(finished) == 9
+        copy_pieces([(0, 0, PIECE_BYTES)] * 40, None)
+    assert len(broken) == 1
+    assert sum(finished) == 40 - broken[0]
 
 
+@pytest.mark.usefixtures("kind")
 def test_without_threads_the_caller_copies(monkeypatch, rng):
     """At the interpreter's end no thread starts; the call still copies everything."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
@@ -68,3 +83,22 @@ def test_without_threads_the_caller_copies(monkeypatch, rng):
     target = np.zeros_like(source)
     copy_pieces(pieces_of(target, source, PIECE_BYTES), None)
     assert (target == source).all()
+
+
+def test_many_pieces_are_shared(monkeypatch, rng):
+    """Small pieces go to more than one thread too, and each is copied once."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    source = rng.integers(0, 256, 200_000 * 8, np.uint8)
+    target = np.zeros_like(source)
+    seen = []
+
+    def kernel(address, count):
+        seen.append((threading.get_ident(), count))
+        real(address, count)
+
+    real = memcopy.copy_kernel()
+    monkeypatch.setattr(memcopy, "copy_kernel", lambda: kernel)
+    copy_pieces(np.array(pieces_of(target, source, 8), np.uint64), (target, source))
+    assert (target == source).all()
+    assert sum(count for _, count in seen) == 200_000
+    assert len(seen) > 5
