@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks import cuda_stall, overlap, slowdown, stall
+from benchmarks import copies, cuda_stall, overlap, slowdown, stall
 
 BENCHMARKS: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "copies": copies.run,
     "cuda_stall": cuda_stall.run,
     "overlap": overlap.run,
     "slowdown": slowdown.run,

@@ -18,7 +18,7 @@ import torch
 
 from erasure.digest import digest
 from replica.bound import Bound
-from replica.copy_kernel import Words
+from replica.copy_loop import Words
 from replica.device_copy import DeviceCopies
 from replica.device_pieces import device_copy, on_host
 from replica.dtypes import carrier, code_of

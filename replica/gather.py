@@ -1,6 +1,6 @@
 """Many small tensors copied into one buffer by a few calls, straight from their addresses.
 
-A call per tensor costs more than the bytes of a small one. The copy kernel takes all of them at
+A call per tensor costs more than the bytes of a small one. The compiled loop takes all of them at
 once. Where there is none, `process_vm_readv` takes a thousand addresses, without the interpreter's
 lock, and here the process that it reads is this one. What was measured for that choice:
 `docs/performance.md`. The system takes 2 us for each, however small: what is no larger than a
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from replica.copy_kernel import Words, copy_kernel
+from replica.copy_loop import Words, copy_loop
 from replica.image import Bytes
 from replica.memcopy import copy_pieces, share
 
@@ -27,7 +27,7 @@ _NUMBER_BYTES = (1, 2, 4, 8)
 SMALL_BYTES = 1 << 16
 """Tensors of fewer bytes are gathered; above, the bytes take longer than the call."""
 _CALL_VECTORS = 1024
-"""What the kernel takes at once (IOV_MAX)."""
+"""What the system takes at once (IOV_MAX)."""
 _SERIAL_CALLS = 2
 
 
@@ -58,7 +58,7 @@ class Gathers:
     """The small tensors of a plan. Holds neither a tensor nor an address."""
 
     def __init__(self, smalls: Sequence[Small]) -> None:
-        self._rows = _Rows(smalls) if copy_kernel() is not None else None
+        self._rows = _Rows(smalls) if copy_loop() is not None else None
         if self._rows is not None:
             return
         sizes = [_number_bytes(small) for small in smalls]
@@ -88,7 +88,7 @@ def _number_bytes(small: Small) -> int:
 
 
 class _Rows:
-    """Tensors that the copy kernel copies."""
+    """Tensors that the compiled loop copies."""
 
     def __init__(self, smalls: Sequence[Small]) -> None:
         self._positions = np.array([small.position for small in smalls], np.intp)
@@ -141,7 +141,7 @@ def _memory(address: int, nbytes: int) -> Bytes:
 
 
 class _Vectors:
-    """Tensors that the kernel copies, a list of them at a time."""
+    """Tensors that the system copies, a list of them at a time."""
 
     def __init__(self, smalls: Sequence[Small]) -> None:
         self._positions = np.array([small.position for small in smalls], np.intp)
@@ -178,6 +178,6 @@ def _copy(targets: Words, sources: Words) -> None:
         vectors = (targets.ctypes.data, count, sources.ctypes.data, count)
         if _read(os.getpid(), *vectors, 0) == int(sources[:, 1].sum()):
             return
-    # Not allowed here, or memory of a driver's that the kernel does not read for others.
+    # Not allowed here, or memory of a driver's that the system does not read for others.
     columns = (targets[:, 0].tolist(), sources[:, 0].tolist(), sources[:, 1].tolist())
     deque(map(ctypes.memmove, *columns), maxlen=0)

@@ -19,11 +19,11 @@ from itertools import pairwise, starmap
 import numpy as np
 import torch
 
-from replica.copy_kernel import CopyKernel, Words, copy_kernel
+from replica.copy_loop import CopyLoop, Words, copy_loop
 
 PIECE_BYTES = 4 << 20
 _TURN_BYTES = 16 << 20
-"""What a thread takes at once, with the kernel: some milliseconds, after which Ctrl-C is heard."""
+"""What a thread takes at once, with the loop: some milliseconds, after which Ctrl-C is heard."""
 _ROW_BYTES = 1 << 10
 """A piece more takes as long as so many bytes: its memory is somewhere else, and cold."""
 _SERIAL_BYTES = 4 * PIECE_BYTES
@@ -49,14 +49,14 @@ def copy_pieces(pieces: Sequence[Piece] | Words, keep: object) -> None:
     if not len(rows):
         return
     parts = 1 if costs[-1] < _SERIAL_BYTES else len(rows)
-    kernel = copy_kernel()
-    if kernel is None:
+    loop = copy_loop()
+    if loop is None:
         singly: Iterator[list[int]] = iter(rows.tolist())
         share(partial(_drain, singly, keep), parts)
         return
     cuts = (np.flatnonzero(np.diff(costs // np.uint64(_TURN_BYTES))) + 1).tolist()
-    turns = pairwise([0, *cuts, len(rows)])
-    share(partial(_drain_turns, kernel, turns, rows, keep), parts)
+    turns = iter(list(pairwise([0, *cuts, len(rows)])))
+    share(partial(_drain_turns, loop, turns, rows, keep), parts)
 
 
 def share(drain: Callable[[], None], parts: int) -> None:
@@ -83,14 +83,14 @@ def _drain(pieces: Iterator[list[int]], keep: object) -> None:  # noqa: ARG001 -
 
 
 def _drain_turns(
-    kernel: CopyKernel,
+    loop: CopyLoop,
     turns: Iterator[tuple[int, int]],
     rows: Words,
     keep: object,  # noqa: ARG001 - held, not used
 ) -> None:
     start, row_bytes = rows.ctypes.data, rows.strides[0]
     for begin, end in turns:
-        kernel(start + begin * row_bytes, end - begin)
+        loop(start + begin * row_bytes, end - begin)
 
 
 def _executor() -> ThreadPoolExecutor:

@@ -37,7 +37,7 @@ ALLOWED = {
 # Third-party names that one place alone may import.
 ONLY_IN = {
     "zfec": "erasure/kernels/zfec.py",
-    "llvmlite": "replica/copy_kernel.py",
+    "llvmlite": "replica/copy_loop.py",
     "matplotlib": "replica/demo/",
 }
 

@@ -1,4 +1,4 @@
-"""With a background process ``save`` returns once the state is captured, and reads ahead of that."""
+"""With a background process ``save`` returns once the state is captured, and reads it ahead."""
 
 from __future__ import annotations
 

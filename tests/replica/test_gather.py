@@ -29,13 +29,13 @@ def random_smalls(rng, source, *, odd_sources, odd_targets):
 
 @pytest.mark.parametrize("odd_sources", [False, True])
 @pytest.mark.parametrize("odd_targets", [False, True])
-@pytest.mark.parametrize("way", ["kernel", "system call", "one by one"])
+@pytest.mark.parametrize("way", ["loop", "system call", "one by one"])
 def test_every_byte_arrives_and_no_other_is_touched(
     way, odd_targets, odd_sources, rng, monkeypatch
 ):
     """Numbers and longer ones, at addresses of any alignment, in each of the ways."""
-    if way != "kernel":
-        monkeypatch.setattr(gather, "copy_kernel", lambda: None)
+    if way != "loop":
+        monkeypatch.setattr(gather, "copy_loop", lambda: None)
     if way == "one by one":
         monkeypatch.setattr(gather, "_read", None)
     source = rng.integers(0, 256, 1 << 16, np.uint8)
@@ -53,7 +53,7 @@ def test_every_byte_arrives_and_no_other_is_touched(
 
 def test_far_apart(monkeypatch):
     """Numbers in two mappings: what lies between them, mapped or not, is not read."""
-    monkeypatch.setattr(gather, "copy_kernel", lambda: None)
+    monkeypatch.setattr(gather, "copy_loop", lambda: None)
     values = [np.full(1, index, np.uint32) for index in range(4)]
     far = np.zeros(1 << 28, np.uint8)[-4:].view(np.uint32)  # a mapping of its own
     far[:] = 9

@@ -3,9 +3,9 @@
 Neither torch nor numpy nor the C library copies a list of pieces in one call, without the
 interpreter's lock. And they write through the cache: memory is read before it is overwritten, a
 third of all traffic for nothing, and what the training had in the cache is gone. What that is worth
-is in `docs/performance.md`, why it is done so in `docs/adr/0009-copy-kernel.md`.
+is in `docs/performance.md`, why it is done so in `docs/adr/0009-copy-loop.md`.
 
-llvmlite is optional. Where it is missing, or what it makes copies wrong bytes, there is no kernel.
+llvmlite is optional. Where it is missing, or what it makes copies wrong bytes, there is no loop.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ log = logging.getLogger("planaria")
 
 Words = npt.NDArray[np.uint64]
 
-CopyKernel = Callable[[int, int], None]
-"""kernel(address of uint64[n, 3], n): copies n pieces, each an address to, one from, and bytes.
+CopyLoop = Callable[[int, int], None]
+"""loop(address of uint64[n, 3], n): copies n pieces, each an address to, one from, and bytes.
 
 The array is contiguous, and no target overlaps anything. It needs no lock of the interpreter.
 """
@@ -104,21 +104,21 @@ class _Refused(Exception):
 
 
 @lru_cache(maxsize=1)
-def copy_kernel() -> CopyKernel | None:
-    """The kernel, compiled at the first call; None where there is none, which is logged once."""
+def copy_loop() -> CopyLoop | None:
+    """The loop, compiled at the first call; None where there is none, which is logged once."""
     try:
-        kernel = _compiled()
-        _self_test(kernel)
+        loop = _compiled()
+        _self_test(loop)
     except (ImportError, OSError, RuntimeError, AttributeError, _Refused) as reason:
         log.info(
             "memory is copied piece by piece: planaria[fast] brings what is faster: %s", reason
         )
         return None
-    log.info("memory is copied by a kernel that LLVM has compiled")
-    return kernel
+    log.info("memory is copied by a loop that LLVM has compiled")
+    return loop
 
 
-def _compiled() -> CopyKernel:
+def _compiled() -> CopyLoop:
     from llvmlite import binding  # noqa: PLC0415 - optional, and slow to load
 
     binding.initialize_native_target()
@@ -138,7 +138,7 @@ def _compiled() -> CopyKernel:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)(address)
 
 
-def _self_test(kernel: CopyKernel) -> None:
+def _self_test(loop: CopyLoop) -> None:
     """Raise unless it copies pieces of many sizes and alignments, and touches nothing beside."""
     source = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
     target = np.full(1 << 20, 0xA5, np.uint8)
@@ -149,7 +149,7 @@ def _self_test(kernel: CopyKernel) -> None:
         rows.append((begin, begin - shift, size))
     bases = (target.ctypes.data, source.ctypes.data, 0)
     words = np.array(rows, np.uint64) + np.array(bases, np.uint64)
-    kernel(words.ctypes.data, len(words))
+    loop(words.ctypes.data, len(words))
     if not np.array_equal(target, wanted):
         raise _Refused("the compiled loop copies wrong bytes")
 

@@ -1,4 +1,4 @@
-"""The compiled copy: every byte, none beside it, and no kernel where it cannot be trusted."""
+"""The compiled copy: every byte, none beside it, and no loop where it cannot be trusted."""
 
 from __future__ import annotations
 
@@ -8,28 +8,35 @@ import logging
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica import copy_kernel as module
-from replica.copy_kernel import STREAM_BYTES, copy_kernel
+from replica import copy_loop as module
+from replica import gather, memcopy
+from replica.copy_loop import STREAM_BYTES, copy_loop
+from replica.gather import SMALL_BYTES
+from replica.snapshot import Snapshot
+from tests.replica.snapshot_tools import HEADER
 
 SIZES = st.one_of(
     st.integers(0, 200),
     st.integers(STREAM_BYTES - 130, STREAM_BYTES + 130),
     st.integers(0, 1 << 18),
 )
+NEEDS_LOOP = pytest.mark.skipif(copy_loop() is None, reason="llvmlite is not installed")
 PIECE = st.tuples(st.integers(0, 200), st.integers(0, 200), SIZES)
 
 
 @pytest.fixture
 def anew():
-    """Have the kernel looked for again, here and by whoever comes after."""
-    copy_kernel.cache_clear()
+    """Have the loop looked for again, here and by whoever comes after."""
+    copy_loop.cache_clear()
     yield
-    copy_kernel.cache_clear()
+    copy_loop.cache_clear()
 
 
+@NEEDS_LOOP
 @given(st.lists(PIECE, max_size=12), st.integers(0, 2**32 - 1))
 def test_every_byte_and_none_beside(pieces, seed):
     """Any sizes and alignments of both sides give what a plain copy gives; gaps stay as they were.
@@ -46,8 +53,31 @@ def test_every_byte_and_none_beside(pieces, seed):
         rows.append((target.ctypes.data + at, source.ctypes.data + at + shift, size))
         at += size
     words = np.array(rows, np.uint64).reshape(-1, 3)
-    copy_kernel()(words.ctypes.data, len(words))
+    copy_loop()(words.ctypes.data, len(words))
     assert target.tobytes() == twin.tobytes()
+
+
+@NEEDS_LOOP
+def test_an_image_is_the_same_without_it(monkeypatch, rng):
+    """Large, small, single and empty tensors, and views: each way writes the very same bytes."""
+    base = torch.from_numpy(rng.integers(0, 256, 6 << 20, np.uint8))
+    sizes = [0, 1, 2, 4, 8, 12, 300, SMALL_BYTES - 4, SMALL_BYTES, SMALL_BYTES + 4, 5 << 20]
+    state = {
+        "bytes": [base[at : at + size].clone() for at, size in enumerate(sizes)],
+        "views": [base[at : at + size] for at, size in enumerate(sizes)],
+        "numbers": [torch.tensor(float(at)) for at in range(500)],
+        "halves": [torch.full((3, at), float(at), dtype=torch.bfloat16) for at in range(50)],
+        "turned": base[: 1 << 20].view(1 << 10, 1 << 10).T,
+    }
+    images = []
+    for way in ("loop", "system"):
+        if way == "system":
+            monkeypatch.setattr(gather, "copy_loop", lambda: None)
+            monkeypatch.setattr(memcopy, "copy_loop", lambda: None)
+        snapshot = Snapshot({"s": state}, random_states=False)
+        buffer = np.full(snapshot.plan(0).capacity_bytes, 0xA5, np.uint8)
+        images.append(buffer[: snapshot.capture_into(buffer, HEADER)].tobytes())
+    assert images[0] == images[1]
 
 
 @pytest.mark.usefixtures("anew")
@@ -62,8 +92,8 @@ def test_without_llvmlite_there_is_none(monkeypatch, caplog):
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with caplog.at_level(logging.INFO, "planaria"):
-        assert copy_kernel() is None
-        assert copy_kernel() is None
+        assert copy_loop() is None
+        assert copy_loop() is None
     assert caplog.text.count("planaria[fast] brings what is faster: No module named") == 1
 
 
@@ -82,14 +112,16 @@ def test_one_that_copies_wrong_bytes_is_refused(fault, monkeypatch, caplog):
 
     monkeypatch.setattr(module, "_compiled", lambda: wrong)
     with caplog.at_level(logging.INFO, "planaria"):
-        assert copy_kernel() is None
+        assert copy_loop() is None
     assert "copies wrong bytes" in caplog.text
 
 
+@NEEDS_LOOP
 @pytest.mark.parametrize("triple", ["x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"])
 def test_it_is_written_past_the_cache(triple):
     """What LLVM makes of it has the instructions meant, for both kinds of processor."""
-    binding = pytest.importorskip("llvmlite.binding")
+    from llvmlite import binding  # noqa: PLC0415 - optional
+
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     words = module._X86 if triple.startswith("x86") else module._OTHERS
