@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -109,7 +110,7 @@ def copy_loop() -> CopyLoop | None:
     try:
         loop = _compiled()
         _self_test(loop)
-    except (ImportError, OSError, RuntimeError, AttributeError, _Refused) as reason:
+    except (ImportError, OSError, RuntimeError, AttributeError, MemoryError, _Refused) as reason:
         log.info(
             "memory is copied piece by piece: planaria[fast] brings what is faster: %s", reason
         )
@@ -121,6 +122,7 @@ def copy_loop() -> CopyLoop | None:
 def _compiled() -> CopyLoop:
     from llvmlite import binding  # noqa: PLC0415 - optional, and slow to load
 
+    _check_executable()
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_default_triple()
@@ -136,6 +138,17 @@ def _compiled() -> CopyLoop:
     # Never freed: a thread may be in there when the interpreter ends.
     engine.detach()
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)(address)
+
+
+def _check_executable() -> None:
+    """Raise OSError where memory that was written must not be run: LLVM does not look, and dies."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        first = ctypes.c_char.from_buffer(page)
+        address = ctypes.c_void_p(ctypes.addressof(first))
+        del first
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        if protect(address, ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC):
+            raise OSError(ctypes.get_errno(), "the system forbids machine code made at run time")
 
 
 def _self_test(loop: CopyLoop) -> None:

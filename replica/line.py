@@ -100,6 +100,7 @@ class Line:
         self._silence_s = silence_s
         self._on_note, self._on_end, self._tell, self._pending = on_note, on_end, tell, pending
         self._calls: dict[int, queue.SimpleQueue[Frame | None]] = {}
+        self._routing = threading.Lock()
         self.number = 0
         """Of the newest call."""
         self._heard_s = time.monotonic()
@@ -171,6 +172,8 @@ class Line:
         try:
             self._send({"call": number, "name": name, "args": args})
             meanwhile()
+            # It may have kept the reading thread from its work.
+            self._heard_s = time.monotonic()
             silence_s = silence_s or self._silence_s
             return self._follow(number, answers, serve, silence_s, enough)
         except (Exception, GeneratorExit):
@@ -180,7 +183,8 @@ class Line:
             self._break_off(number, answers, type(error).__name__)
             raise
         finally:
-            del self._calls[number]
+            with self._routing:
+                del self._calls[number]
             while not answers.empty():
                 self._unheard(answers.get())
 
@@ -319,10 +323,11 @@ class Line:
         if "ready" in frame:
             self._ready.set()
         elif "call" in frame:
-            answers = self._calls.get(frame["call"])
-            if answers is not None:
-                answers.put(frame)
-            else:
+            with self._routing:
+                answers = self._calls.get(frame["call"])
+                if answers is not None:
+                    answers.put(frame)
+            if answers is None:
                 self._unheard(frame)
         elif "event" in frame or "log" in frame:
             self._notes.put(frame)

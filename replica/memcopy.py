@@ -12,13 +12,14 @@ import ctypes
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise, starmap
 
 import numpy as np
 import torch
 
+from replica.changes import Changes
 from replica.copy_loop import CopyLoop, Words, copy_loop
 
 PIECE_BYTES = 4 << 20
@@ -28,6 +29,7 @@ _ROW_BYTES = 1 << 10
 """A piece more takes as long as so many bytes: its memory is somewhere else, and cold."""
 _SERIAL_BYTES = 4 * PIECE_BYTES
 _THREADS_MAX = 16
+_LOOK_S = 60.0
 
 Piece = tuple[int, int, int]
 """Address to, address from, bytes."""
@@ -63,18 +65,55 @@ def share(drain: Callable[[], None], parts: int) -> None:
     """Run `drain` here and in as many other threads as torch uses, at most `parts` in all.
 
     It takes parts of the work from an iterator until none is left. Returns, or raises, when it has
-    returned in every thread.
+    returned in every thread that has begun it; no other begins it any more.
     """
-    threads = min(torch.get_num_threads(), _THREADS_MAX, parts)
-    helpers: list[Future[None]] = []
+    threads, crew = min(torch.get_num_threads(), _THREADS_MAX, parts), _Crew(drain)
     try:
-        # At the interpreter's end no thread can be started: then this one does it all.
+        # At the interpreter's end no thread can be started, or the system allows no more: then
+        # those that there are do it all.
         with contextlib.suppress(RuntimeError):
-            helpers = [_executor().submit(drain) for _ in range(threads - 1)]
+            for _ in range(threads - 1):
+                _executor().submit(crew.join)
         drain()
     finally:
-        for helper in helpers:
-            helper.result()
+        crew.leave()
+
+
+class _Crew:
+    """The threads that run one `drain`. One that was asked for may come at any time, or never."""
+
+    def __init__(self, drain: Callable[[], None]) -> None:
+        self._drain, self._changes = drain, Changes()
+        self._at_work, self._over = 0, False
+        self._error: BaseException | None = None
+
+    def join(self) -> None:
+        """In another thread: take part."""
+        with self._changes.lock:
+            if self._over:
+                return
+            self._at_work += 1
+        try:
+            self._drain()
+        except BaseException as error:  # noqa: BLE001 - raised by `leave`
+            self._error = error
+        finally:
+            with self._changes.lock:
+                self._at_work -= 1
+                self._changes.tell()
+
+    def leave(self) -> None:
+        """Wait for those that take part, Ctrl-C or not; raises what one of them did, or that."""
+        interrupt: BaseException | None = None
+        at_work = True
+        while at_work:
+            try:
+                self._over = True
+                at_work = not self._changes.wait_for(lambda: not self._at_work, _LOOK_S)
+            except BaseException as error:  # noqa: BLE001 - raised when all have left
+                interrupt = error
+        if interrupt or self._error:
+            raise interrupt or self._error  # type: ignore[misc]
 
 
 def _drain(pieces: Iterator[list[int]], keep: object) -> None:  # noqa: ARG001 - held, not used

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recovery.session import RestoreAborted, RestoreHalfDone
+from replica.changes import Changes
 from replica.config import Options
 from replica.errors import ConfigError, PeerError, SaveFailed
 from replica.group import Group, MemoryGroup, TorchGroup
@@ -50,10 +51,11 @@ class RemoteEngine:
         self._last: Ticket | None = None
         self._left_open = 0
         """The call that the process has still to end by itself, if any."""
+        self._gone = False
         self._first: Frame = {}
         """Of its ticket."""
-        self._settled = threading.Event()
-        self._settled.set()
+        # An Event may stay locked after Ctrl-C.
+        self._settling = Changes()
         self._counts = Counts(loud=True)
         self._line = Line(
             silence_s=options.timeout_s,
@@ -151,7 +153,7 @@ class RemoteEngine:
 
     def _will_capture(self, step: int) -> bool:
         """Whether this save is not skipped, nor has to wait, as far as this rank knows."""
-        free = self._settled.is_set() and self._status.get("busy") is False
+        free = not self._left_open and self._status.get("busy") is False
         return free and not step % self._options.interval_steps
 
     def _leave_open(self, step: int) -> None:
@@ -160,14 +162,15 @@ class RemoteEngine:
         ticket.limit_s = 2 * self._options.timeout_s
         if self._serving.staged:
             ticket.advance("staged")
-        self._left_open = self._line.number
-        self._settled.clear()
-        self._first = {"number": self._left_open, **ticket.facts()}
-        self._made(self._first)
+        self._first = {"number": self._line.number, **ticket.facts()}
+        with self._settling.lock:
+            if not self._gone:
+                self._left_open = self._line.number
+                self._made(self._first)
 
     def status(self) -> dict[str, Any]:
         """What is safe now, as far as the background process has told; from any thread."""
-        self._settled.wait(SETTLE_S)
+        self._settling.wait_for(lambda: not self._left_open, SETTLE_S)
         return dict(self._status)
 
     def close(self, timeout_s: float, *, goodbye: bool) -> None:
@@ -255,8 +258,7 @@ class RemoteEngine:
 
     def _end_call(self, frame: Frame) -> None:
         """The end of a save that has returned before: the ticket is who can hear of an error."""
-        self._left_open = 0
-        self._settled.set()
+        self._settle()
         ticket = self._tickets.get(field(frame, "call", int))
         if "raised" in frame and ticket is not None:
             error = error_of(frame["raised"])
@@ -275,6 +277,11 @@ class RemoteEngine:
         ticket.follow(facts)
         return ticket
 
+    def _settle(self, *, gone: bool = False) -> None:
+        with self._settling.lock:
+            self._left_open, self._gone = 0, self._gone or gone
+            self._settling.tell()
+
     def _end(self, how: str) -> None:
         """In the reading thread: the process is gone, and nobody had asked it to go."""
         log.error(
@@ -282,7 +289,7 @@ class RemoteEngine:
         )
         counts = {"busy": False, "broken": how, "last_error": how, "protected": "none"}
         self._status = self._status | counts
-        self._settled.set()
+        self._settle(gone=True)
         self._fail_all(how)
 
     def _fail_all(self, how: str) -> None:

@@ -76,6 +76,7 @@ class Serving:
 
     def begin(self) -> None:
         """A call begins."""
+        self._snapshot.forget_ahead()
         self.raised, self._prepared = None, None
         self.committed = self.captured = False
 
@@ -87,6 +88,9 @@ class Serving:
         """Do what is asked. Raises what the state's own methods raise."""
         if ask not in self._answers:
             raise WireLost(f"the background process asks for {ask!r:.100}")
+        if ask != "capture":
+            # A listener may change the state.
+            self._snapshot.forget_ahead()
         try:
             return self._answers[ask](args)
         except Exception as error:

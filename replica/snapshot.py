@@ -161,10 +161,12 @@ class Snapshot:
     def read_ahead(self, rank: int) -> None:
         """Read what a capture reads before it copies; for one in which the state stays as it is.
 
-        It is used by the next capture, or given up by `forget_ahead`. Nothing is read for the first
-        one. Raises what the capture would.
+        It is used by the next capture, unless anything is read in between or `forget_ahead` called.
+        Nothing is read for the first capture, nor where objects would be asked for their state:
+        that may be work for all ranks together, of whom some have no such save. Raises what the
+        capture would.
         """
-        if self._recipe is not None:
+        if self._recipe is not None and not self._recipe.asks:
             with _collector_paused():
                 self._ahead = self._capture(rank)
 
@@ -237,6 +239,8 @@ class Snapshot:
     def _capture(
         self, rank: int, *, outline: bool = False, seen: list[object] | None = None
     ) -> tuple[LeafList, bytes, CopyPlan]:
+        # Addresses of what is made when it is asked for hold until it is asked for again.
+        self._ahead = None
         inside = transform()
         if inside:
             raise StateError(

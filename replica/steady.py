@@ -62,8 +62,14 @@ class _Reading:
 
     def __init__(self, live: Live) -> None:
         self.leaves = LeafList()
-        self.encoder = Encoder(self.leaves, live)
+        self.encoder = Encoder(self.leaves, self._ask)
         self.said: list[str] = []
+        self._live, self.asked = live, False
+
+    def _ask(self, value: object) -> tuple[str, object] | None:
+        found = self._live(value)
+        self.asked = self.asked or found is not None
+        return found
 
     def say(self, node: Node, count: int, names: list[tuple[int, str]]) -> None:
         """Take a value's node, made when there were `count` leaves; `Changed` for other leaves."""
@@ -215,6 +221,8 @@ class Recipe:
         self._kinds = list(map(type, leaves.values))
         for at in self._picked_wholes:
             self._kinds[at] = DTensor
+        self.asks = False
+        """Whether the last reading has asked objects for their state, by code of their own."""
 
     def read(self, state: Mapping[str, object], live: Live) -> tuple[LeafList, str] | None:
         """Leaves and root text as `capture_state` would give them now; None when only it can tell.
@@ -228,6 +236,7 @@ class Recipe:
             if self._random is not None:
                 self._random.read(capture_random_states(), reading)
             self._settle(reading.leaves)
+            self.asks = reading.asked
         except (Changed, Unsupported):
             return None
         texts = chain.from_iterable(zip_longest(self._texts, reading.said, fillvalue=""))

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 import replica
+from replica.remote import RemoteEngine
+from replica.serving import Serving
+from replica.snapshot import Snapshot
 from replica.ticket import Ticket
 from tests.replica.background_tools import Faults, checkpointers
 from tests.replica.inprocess import COMMIT_S
+from tests.replica.snapshot_tools import HEADER
+from tests.replica.strikes import Interrupted, raise_interrupted, strike_at
 
 pytestmark = pytest.mark.real
 
@@ -20,16 +27,14 @@ TAIL = "replica.driver.Driver.submit"
 
 
 class Asked:
-    """A user's object that counts how often it is asked for its state; it may raise instead."""
+    """A user's object that counts how often it is asked for its state."""
 
     def __init__(self) -> None:
-        self.count, self.fault = 0, None
+        self.count = 0
 
     def state_dict(self):
         """Say something."""
         self.count += 1
-        if self.fault is not None:
-            raise self.fault
         return {"count": 0}
 
     def load_state_dict(self, state):
@@ -89,8 +94,39 @@ def test_an_error_behind_it_is_told_by_the_ticket(make, faults, caplog):
     assert "before it fails: behind the trainer's back" in caplog.text
 
 
-def test_it_reads_the_state_once(make):
-    """What is read ahead is what is captured: no object is asked twice, and nothing is kept."""
+@pytest.fixture
+def ahead(monkeypatch):
+    """Return the list of what was read ahead: whether there was something to keep."""
+    found, inner = [], Snapshot.read_ahead
+
+    def read_ahead(self, rank):
+        inner(self, rank)
+        found.append(self._ahead is not None)
+
+    monkeypatch.setattr(Snapshot, "read_ahead", read_ahead)
+    return found
+
+
+def test_it_reads_the_state_once(make, ahead, monkeypatch):
+    """What is read ahead is what is captured, and nothing is kept."""
+    reads, inner = [], Snapshot._capture
+    monkeypatch.setattr(
+        Snapshot,
+        "_capture",
+        lambda self, *args, **more: reads.append(1) or inner(self, *args, **more),
+    )
+    ckpt = make({"w": torch.zeros(10), "layer": torch.nn.Linear(3, 3), "n": 1})
+    ckpt.save(1).wait("committed", COMMIT_S)
+    reads.clear()
+    for step in (2, 3):
+        ckpt.save(step).wait("committed", COMMIT_S)
+        assert len(reads) == step - 1
+        assert ckpt._snapshot._ahead is None
+    assert ahead[-2:] == [True, True]
+
+
+def test_no_object_is_asked_ahead(make, ahead):
+    """Their code may be for all ranks together, and this rank alone may have such a save."""
     asked = Asked()
     ckpt = make({"w": torch.zeros(10), "asked": asked})
     ckpt.save(1).wait("committed", COMMIT_S)
@@ -98,38 +134,123 @@ def test_it_reads_the_state_once(make):
         before = asked.count
         ckpt.save(step).wait("committed", COMMIT_S)
         assert asked.count == before + 1
-        assert ckpt._snapshot._ahead is None
+    assert not any(ahead)
 
 
-def test_no_state_is_read_for_a_step_that_is_skipped(make, faults):
+def test_nothing_is_read_for_a_step_that_is_skipped(make, faults, ahead):
     """Not at steps that are none of its interval's, and not while a save is under way."""
-    asked = Asked()
-    ckpt = make({"w": torch.zeros(10), "asked": asked}, interval_steps=2)
+    ckpt = make({"w": torch.zeros(10)}, interval_steps=2)
     ckpt.save(2).wait("committed", COMMIT_S)
-    before = asked.count
+    before = len(ahead)
     assert ckpt.save(3).skipped
-    assert asked.count == before
     faults.do("stay", where="replica.driver.Driver._finish", word="busy")
     ticket = ckpt.save(4)
     faults.hear("busy")
-    before = asked.count
+    assert len(ahead) == before + 1
     assert ckpt.save(6).skipped
-    assert asked.count == before
-    assert ckpt._snapshot._ahead is None
+    assert len(ahead) == before + 1
     faults.do("go_on")
     ticket.wait("committed", COMMIT_S)
 
 
-def test_what_fails_ahead_fails_the_save(make):
-    """An object that raises when it is read ahead raises again in the capture, which is heard."""
-    asked = Asked()
-    ckpt = make({"w": torch.zeros(10), "asked": asked})
+def test_what_fails_ahead_is_read_again(make, monkeypatch):
+    """Whatever goes wrong ahead of the capture is not heard: the capture says it, or goes well."""
+
+    def read_ahead(self, _):
+        raise MemoryError(f"{self} ahead")
+
+    ckpt = make({"w": torch.zeros(10)})
     ckpt.save(1).wait("committed", COMMIT_S)
-    asked.fault = ValueError("not now")
-    with pytest.raises(replica.SaveFailed, match="not now"):
-        ckpt.save(2).wait("committed", COMMIT_S)
-    asked.fault = None
+    monkeypatch.setattr(Snapshot, "read_ahead", read_ahead)
+    ckpt.save(2).wait("committed", COMMIT_S)
+
+
+@pytest.mark.parametrize("between", ["plan", "estimate_bytes"])
+def test_what_was_read_ahead_is_dropped_at_another_look(between):
+    """Addresses belong to the newest look: with those of a later one its leaves would be others."""
+    snapshot = Snapshot({"w": torch.zeros(10)}, random_states=True)
+    buffer = np.zeros(2 * snapshot.plan(0).capacity_bytes, np.uint8)
+    snapshot.capture_into(buffer, HEADER)
+    snapshot.read_ahead(0)
+    assert snapshot._ahead is not None
+    getattr(snapshot, between)(0)
+    assert snapshot._ahead is None
+
+
+def test_what_was_read_ahead_is_dropped_when_anything_else_is_asked(make, ahead, monkeypatch):
+    """A listener may change the state, say: what was read before it is not captured."""
+    state = {"w": torch.zeros(10), "n": 1}
+    ckpt = make(state)
+    for step in (1, 2):  # each of both slots is made, for which the state is looked at too
+        ckpt.save(step).wait("committed", COMMIT_S)
+    serving, inner = ckpt._engine._serving, Serving.answer
+
+    def answer(self, ask, args):
+        if ask == "capture":
+            inner(self, "event", {"event": {}})
+        return inner(self, ask, args)
+
+    monkeypatch.setattr(Serving, "answer", answer)
+    monkeypatch.setattr(serving, "_emit", lambda _: state.update(n=2))
     ckpt.save(3).wait("committed", COMMIT_S)
+    assert ahead[-1]
+    monkeypatch.setattr(serving, "_emit", lambda _: None)
+    state["n"] = 3
+    assert ckpt.restore() == 3
+    assert state["n"] == 2
+
+
+def test_a_process_that_is_not_heard_meanwhile_is_not_ended(make, monkeypatch):
+    """Reading ahead may keep the reading thread from the interpreter: that is no silence."""
+    ckpt = make({"w": torch.zeros(10)})
+    ckpt.save(1).wait("committed", COMMIT_S)
+    line = ckpt._engine._line
+
+    def read_ahead(*_):
+        line._heard_s -= 1000.0
+
+    monkeypatch.setattr(Snapshot, "read_ahead", read_ahead)
+    ckpt.save(2).wait("committed", COMMIT_S)
+
+
+def test_the_process_ends_while_the_trainer_copies(make, monkeypatch):
+    """The save fails at once, no ticket stays open, and the status is told without a wait."""
+    ckpt = make({"w": torch.zeros(10)})
+    ckpt.save(1).wait("committed", COMMIT_S)
+    engine, inner = ckpt._engine, Snapshot.begin_capture
+
+    def begin_capture(self, *args):
+        engine._line.kill("by the test")
+        assert engine._line._ended.wait(COMMIT_S)
+        return inner(self, *args)
+
+    monkeypatch.setattr(Snapshot, "begin_capture", begin_capture)
+    assert ckpt.save(2).failed
+    assert engine._left_open == 0
+    assert engine._pending() == []
+    assert "by the test" in ckpt.status()["broken"]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("name", ["_leave_open", "_made"])
+def test_ctrl_c_as_a_save_returns(make, monkeypatch, name, after):
+    """Whatever is broken off there, status and the next save come soon, and are right."""
+    struck = strike_at(monkeypatch, RemoteEngine, name, after=after)
+    before = signal.signal(signal.SIGUSR1, raise_interrupted)
+    try:
+        weight = torch.zeros(10)
+        ckpt = make({"w": weight})
+        with pytest.raises(Interrupted):
+            ckpt.save(1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert struck
+    ckpt.status()
+    weight.fill_(2.0)
+    ckpt.save(2, when_busy="wait").wait("committed", COMMIT_S)
+    weight.fill_(3.0)
+    assert ckpt.restore() == 2
+    assert weight.eq(2.0).all()
 
 
 def test_a_change_after_it_was_read_ahead_is_seen_at_the_next_save(make):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import ctypes
 import logging
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -131,3 +133,26 @@ def test_it_is_written_past_the_cache(triple):
     store, fence = ("movnt", "sfence") if triple.startswith("x86") else ("stnp", "dmb")
     assert store in text
     assert fence in text
+
+
+FORBIDDEN = """
+import ctypes, logging, sys
+logging.basicConfig(level="INFO")
+if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE: no memory that was written is ever run
+    sys.exit(77)
+from replica.copy_loop import copy_loop
+print(copy_loop())
+"""
+
+
+@NEEDS_LOOP
+def test_where_the_system_forbids_machine_code():
+    """There is none, and nobody dies: services are run so, by systemd's MemoryDenyWriteExecute."""
+    found = subprocess.run(
+        [sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, check=False, timeout=120
+    )
+    if found.returncode == 77:
+        pytest.skip("this kernel cannot forbid it")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "None"
+    assert "forbids machine code" in found.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -104,3 +105,75 @@ def test_many_pieces_are_shared(monkeypatch, rng):
     assert (target == source).all()
     assert sum(count for _, count in seen) == 200_000
     assert len(seen) > 5
+
+
+def test_a_thread_that_cannot_be_started(kind, monkeypatch, rng):
+    """The system allows no more threads: who has begun is waited for, and all is copied."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(memcopy, "_pool", [])
+    started, begun, inner = [], threading.Event(), threading.Thread.start
+
+    def start(self):
+        started.append(self)
+        if len(started) > 1:
+            assert begun.wait(60)
+            raise RuntimeError("can't start new thread")
+        inner(self)
+
+    real = ctypes.memmove if kind == "memmove" else memcopy.copy_loop()
+    if real is None:
+        pytest.skip("llvmlite is not installed")
+
+    def slowly(*args):
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            # The caller has run through all the rest by then, and would not wait much longer.
+            assert over.wait(60)
+            time.sleep(0.2)
+        elif begun.is_set():
+            left.append(1)
+            if len(left) == 5:
+                over.set()
+        return real(*args)
+
+    left, over = [], threading.Event()
+    if kind == "memmove":
+        monkeypatch.setattr(ctypes, "memmove", slowly)
+    else:
+        monkeypatch.setattr(memcopy, "copy_loop", lambda: slowly)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    source = rng.integers(0, 256, 30 * PIECE_BYTES, np.uint8)
+    target = np.zeros_like(source)
+    copy_pieces(pieces_of(target, source, PIECE_BYTES), (target, source))
+    assert len(started) > 1
+    assert (target == source).all()
+
+
+def test_ctrl_c_while_the_others_are_waited_for(monkeypatch):
+    """It is raised when they have left, not before."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(memcopy, "copy_loop", lambda: None)
+    caller, finished, begun = threading.current_thread(), [], threading.Event()
+    waits, inner = [], memcopy.Changes.wait_for
+
+    def wait_for(self, look, timeout_s):
+        waits.append(1)
+        if len(waits) < 3:
+            raise KeyboardInterrupt
+        return inner(self, look, timeout_s)
+
+    def move(*_):
+        if threading.current_thread() is caller:
+            assert begun.wait(60)
+            return
+        begun.set()
+        limit_s = time.monotonic() + 60
+        while len(waits) < 2 and time.monotonic() < limit_s:
+            pass
+        finished.append(1)
+
+    monkeypatch.setattr(memcopy.Changes, "wait_for", wait_for)
+    monkeypatch.setattr(ctypes, "memmove", move)
+    with pytest.raises(KeyboardInterrupt):
+        copy_pieces([(0, 0, PIECE_BYTES)] * 10, None)
+    assert finished
