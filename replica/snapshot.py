@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 
 from replica import overlap, source
+from replica.asked import Asked
 from replica.copies import CopyPlan
 from replica.errors import StateError
 from replica.fresh import LeafReader
@@ -31,7 +32,7 @@ from replica.random_states import prepare_random_states
 from replica.self_check import CHECK_HEADER, Captured, check_readable
 from replica.source import NeedCapacity
 from replica.state import Live, capture_state, live_state, outline_state
-from replica.steady import Asked, Recipe, recipe_for
+from replica.steady import Recipe, recipe_for
 from replica.tensor_kinds import MISALIGNED
 from replica.torch_private import transform
 from replica.tree import Node, is_readable, joined_text, leaf_names, tree_text

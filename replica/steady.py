@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from replica.asked import Noted
 from replica.leaves import LeafList
 from replica.random_states import capture_random_states
 from replica.state import MODULE, Live
@@ -42,34 +43,14 @@ _KEYS: frozenset[type] = frozenset({str, int})
 _PLAIN: frozenset[type] = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
-class Asked:
-    """Asks objects for their state, each once in a save: two walks of one save hear the same."""
-
-    def __init__(self, live: Live) -> None:
-        self._live = live
-        self._said: dict[int, tuple[object, tuple[str, object] | None]] = {}
-
-    def __call__(self, value: object) -> tuple[str, object] | None:
-        found = self._said.get(id(value))
-        if found is None:
-            # The object too, for its number must not be given to another one.
-            found = self._said[id(value)] = value, self._live(value)
-        return found[1]
-
-
 class _Reading:
     """What one reading gathers: the leaves, and the text of what was read anew."""
 
     def __init__(self, live: Live) -> None:
         self.leaves = LeafList()
-        self.encoder = Encoder(self.leaves, self._ask)
+        self.noted = Noted(live)
+        self.encoder = Encoder(self.leaves, self.noted)
         self.said: list[str] = []
-        self._live, self.asked = live, False
-
-    def _ask(self, value: object) -> tuple[str, object] | None:
-        found = self._live(value)
-        self.asked = self.asked or found is not None
-        return found
 
     def say(self, node: Node, count: int, names: list[tuple[int, str]]) -> None:
         """Take a value's node, made when there were `count` leaves; `Changed` for other leaves."""
@@ -236,7 +217,7 @@ class Recipe:
             if self._random is not None:
                 self._random.read(capture_random_states(), reading)
             self._settle(reading.leaves)
-            self.asks = reading.asked
+            self.asks = reading.noted.asked
         except (Changed, Unsupported):
             return None
         texts = chain.from_iterable(zip_longest(self._texts, reading.said, fillvalue=""))

@@ -193,7 +193,8 @@ def test_it_is_killed_while_live_objects_change(make, arena_dir, monkeypatch):
     monkeypatch.undo()
     gc.collect()
     assert mappings(arena_dir) == 0
-    assert descriptors() == before
+    # Fewer, where one of an earlier test was still to be closed.
+    assert descriptors() <= before
     again = make(state)
     assert again.restore() == 1
 

@@ -144,6 +144,23 @@ def test_nothing_of_the_state_is_held():
     assert [found() for found in seen] == [None] * len(seen)
 
 
+def test_a_tensor_that_the_state_lets_go_is_gone_at_once():
+    """No save leaves a cycle behind, in which it would stay until the garbage collector comes."""
+    state = {"w": [torch.zeros(10)], "ema": {"n": 1}}
+    snapshot = Snapshot(state, random_states=True)
+    for _ in range(3):
+        captured(snapshot)
+    seen = weakref.ref(state["w"][0])
+    gc.collect()
+    gc.disable()
+    try:
+        captured(snapshot)
+        state["w"].clear()
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
 def test_small_and_large_tensors_of_all_dtypes(rng):
     """Runs of small tensors, broken by large, odd and empty ones, arrive with all their bytes."""
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float16)
