@@ -70,7 +70,7 @@ class Serving:
     def read_ahead(self) -> None:
         """Read the state while the process gets ready: it does not change within the call."""
         try:
-            self._snapshot.read_ahead(self._group.rank)
+            self._snapshot.read_ahead()
         except Exception as error:  # noqa: BLE001 - the capture raises it again, and is heard
             log.debug("while reading ahead: %s", error)
 

@@ -19,7 +19,6 @@ from functools import partial
 import numpy as np
 
 from replica import overlap, source
-from replica.asked import Asked
 from replica.copies import CopyPlan
 from replica.errors import StateError
 from replica.fresh import LeafReader
@@ -31,8 +30,8 @@ from replica.predict import predicted_state_bytes
 from replica.random_states import prepare_random_states
 from replica.self_check import CHECK_HEADER, Captured, check_readable
 from replica.source import NeedCapacity
-from replica.state import Live, capture_state, live_state, outline_state
-from replica.steady import Recipe, recipe_for
+from replica.state import Live, capture_state, kind_of, live_state, outline_state
+from replica.steady import Asked, Recipe, recipe_for
 from replica.tensor_kinds import MISALIGNED
 from replica.torch_private import transform
 from replica.tree import Node, is_readable, joined_text, leaf_names, tree_text
@@ -106,6 +105,8 @@ class Snapshot:
         self._copies: CopyPlan | None = None
         self._recipe: Recipe | None = None
         self._ahead: tuple[LeafList, bytes, CopyPlan] | None = None
+        self._vain: Recipe | None = None
+        """The recipe by which nothing could be read ahead."""
 
     def plan(self, rank: int, *, self_check: bool = False) -> Plan:
         """Walk the state as it is now, and with `self_check` read back what was written of it.
@@ -159,17 +160,19 @@ class Snapshot:
         """
         return self._capture_into(buffer, header, self.overlap)
 
-    def read_ahead(self, rank: int) -> None:
+    def read_ahead(self) -> None:
         """Read what a capture reads before it copies; for one in which the state stays as it is.
 
         It is used by the next capture, unless anything is read in between or `forget_ahead` called.
         Nothing is read for the first capture, nor where objects would be asked for their state:
-        that may be work for all ranks together, of whom some have no such save. Raises what the
-        capture would.
+        that may be work for all ranks together, of whom some have no such save.
         """
-        if self._recipe is not None and not self._recipe.asks:
-            with _collector_paused():
-                self._ahead = self._capture(rank)
+        recipe = self._recipe
+        if recipe is None or recipe is self._vain or transform():
+            return
+        with _collector_paused():
+            self._ahead = self._capture_again(_ask_nobody)
+        self._vain = recipe if self._ahead is None else None
 
     def forget_ahead(self) -> None:
         """Let go of what was read ahead and not used."""
@@ -298,6 +301,12 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _ask_nobody(value: object) -> None:
+    """For a reading that ends where an object would be asked for its state."""
+    if kind_of(value) is not None:
+        raise Unsupported(value, "which is not asked ahead of a save")
 
 
 def _names(node: Node, random_node: Node) -> list[tuple[int, str]]:

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from replica.asked import Noted
 from replica.leaves import LeafList
 from replica.random_states import capture_random_states
 from replica.state import MODULE, Live
@@ -43,13 +42,27 @@ _KEYS: frozenset[type] = frozenset({str, int})
 _PLAIN: frozenset[type] = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
+class Asked:
+    """Asks objects for their state, each once in a save: two walks of one save hear the same."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._said: dict[int, tuple[object, tuple[str, object] | None]] = {}
+
+    def __call__(self, value: object) -> tuple[str, object] | None:
+        found = self._said.get(id(value))
+        if found is None:
+            # The object too, for its number must not be given to another one.
+            found = self._said[id(value)] = value, self._live(value)
+        return found[1]
+
+
 class _Reading:
     """What one reading gathers: the leaves, and the text of what was read anew."""
 
     def __init__(self, live: Live) -> None:
         self.leaves = LeafList()
-        self.noted = Noted(live)
-        self.encoder = Encoder(self.leaves, self.noted)
+        self.encoder = Encoder(self.leaves, live)
         self.said: list[str] = []
 
     def say(self, node: Node, count: int, names: list[tuple[int, str]]) -> None:
@@ -202,8 +215,6 @@ class Recipe:
         self._kinds = list(map(type, leaves.values))
         for at in self._picked_wholes:
             self._kinds[at] = DTensor
-        self.asks = False
-        """Whether the last reading has asked objects for their state, by code of their own."""
 
     def read(self, state: Mapping[str, object], live: Live) -> tuple[LeafList, str] | None:
         """Leaves and root text as `capture_state` would give them now; None when only it can tell.
@@ -217,7 +228,6 @@ class Recipe:
             if self._random is not None:
                 self._random.read(capture_random_states(), reading)
             self._settle(reading.leaves)
-            self.asks = reading.noted.asked
         except (Changed, Unsupported):
             return None
         texts = chain.from_iterable(zip_longest(self._texts, reading.said, fillvalue=""))

@@ -99,8 +99,8 @@ def ahead(monkeypatch):
     """Return the list of what was read ahead: whether there was something to keep."""
     found, inner = [], Snapshot.read_ahead
 
-    def read_ahead(self, rank):
-        inner(self, rank)
+    def read_ahead(self):
+        inner(self)
         found.append(self._ahead is not None)
 
     monkeypatch.setattr(Snapshot, "read_ahead", read_ahead)
@@ -109,10 +109,10 @@ def ahead(monkeypatch):
 
 def test_it_reads_the_state_once(make, ahead, monkeypatch):
     """What is read ahead is what is captured, and nothing is kept."""
-    reads, inner = [], Snapshot._capture
+    reads, inner = [], Snapshot._capture_again
     monkeypatch.setattr(
         Snapshot,
-        "_capture",
+        "_capture_again",
         lambda self, *args, **more: reads.append(1) or inner(self, *args, **more),
     )
     ckpt = make({"w": torch.zeros(10), "layer": torch.nn.Linear(3, 3), "n": 1})
@@ -137,6 +137,19 @@ def test_no_object_is_asked_ahead(make, ahead):
     assert not any(ahead)
 
 
+def test_an_object_that_has_come_meanwhile_is_not_asked_ahead(make, ahead):
+    """Nor one in the place of a plain value, when what is known of the state is true no longer."""
+    state = {"w": torch.zeros(10), "box": {"n": 1}}
+    ckpt = make(state)
+    for step in (1, 2):
+        ckpt.save(step).wait("committed", COMMIT_S)
+    asked = state["box"]["n"] = Asked()
+    ckpt.save(3).wait("committed", COMMIT_S)
+    assert ahead == [False, True, False]
+    # The walk asks it once, and the recipe that is made of it hears the same.
+    assert asked.count == 1
+
+
 def test_nothing_is_read_for_a_step_that_is_skipped(make, faults, ahead):
     """Not at steps that are none of its interval's, and not while a save is under way."""
     ckpt = make({"w": torch.zeros(10)}, interval_steps=2)
@@ -156,7 +169,7 @@ def test_nothing_is_read_for_a_step_that_is_skipped(make, faults, ahead):
 def test_what_fails_ahead_is_read_again(make, monkeypatch):
     """Whatever goes wrong ahead of the capture is not heard: the capture says it, or goes well."""
 
-    def read_ahead(self, _):
+    def read_ahead(self):
         raise MemoryError(f"{self} ahead")
 
     ckpt = make({"w": torch.zeros(10)})
@@ -171,7 +184,7 @@ def test_what_was_read_ahead_is_dropped_at_another_look(between):
     snapshot = Snapshot({"w": torch.zeros(10)}, random_states=True)
     buffer = np.zeros(2 * snapshot.plan(0).capacity_bytes, np.uint8)
     snapshot.capture_into(buffer, HEADER)
-    snapshot.read_ahead(0)
+    snapshot.read_ahead()
     assert snapshot._ahead is not None
     getattr(snapshot, between)(0)
     assert snapshot._ahead is None
