@@ -356,14 +356,17 @@ class Line:
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
+        lost = ""
         if code or self._why or not self.may_end:
             why = f": {self._why}" if self._why else ""
             if code == -signal.SIGKILL and not self._why:
                 why = ", as the kernel does where memory runs out: see its log"
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
-            self.lost = f"the background process, pid {process.pid}, {how}{why}"
+            lost = f"the background process, pid {process.pid}, {how}{why}"
         if not self.may_end:
-            self._on_end(self.lost)
+            self._on_end(lost)
+        # Whoever finds it lost finds that it was told.
+        self.lost = lost
         self._ended.set()
         self._ready.set()
         for answers in list(self._calls.values()):

@@ -178,7 +178,14 @@ def test_the_process_is_killed(make, caplog):
     one = make(state)
     state["w"].fill_(1)
     one.save(1).wait("committed", COMMIT_S)
-    pid = pid_of(one)
+    pid, line, found = pid_of(one), one._engine._line, []
+
+    def look(record):
+        if "no further step is saved" in record.getMessage():
+            found.append(line.lost)
+        return True
+
+    caplog.handler.addFilter(look)
     os.kill(pid, signal.SIGSTOP)
     os.kill(pid, signal.SIGKILL)
     await_end(pid)
@@ -188,6 +195,8 @@ def test_the_process_is_killed(make, caplog):
     with pytest.raises(replica.SaveFailed, match=how):
         late.wait()
     assert how in caplog.text
+    # Whoever finds it lost finds that it was told.
+    assert found == [""]
     status = one.status()
     assert (status["committed_step"], status["saves_failed_in_a_row"]) == (1, 1)
     assert pid_in(status["broken"]) == pid_in(status["last_error"]) == pid

@@ -642,7 +642,7 @@ def test_four_ranks_with_random_delays_take_the_same_steps(arena_dir):
             if me.rank == 0:
                 # A slow machine skips more steps, each of which has a key until two saves later.
                 most.append(sum("/admit/" not in key for key in list(keys)))
-        tickets.append(me.ckpt.save(201))
+        tickets.append(saved(me, 201))
         taken = [ticket.step for ticket in tickets if not ticket.skipped]
         for ticket in tickets:
             ticket.wait("committed", COMMIT_S)
