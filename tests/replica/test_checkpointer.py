@@ -67,7 +67,7 @@ def test_the_constructor_touches_nothing(arena_dir, make):
     one.close()
     one.close()
     assert files(arena_dir) == []
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_one_node_is_warned_that_nothing_survives_its_loss(make, caplog):

@@ -139,4 +139,4 @@ def test_ending_leaks_no_descriptor(waiter):
     end(dataclasses.replace(found, start=0), 1)
     end(found, 10)
     end(found, 10)
-    assert descriptors() == before
+    assert descriptors() <= before

@@ -622,7 +622,7 @@ def test_arena_bytes_and_sent_bytes_follow_the_formula(arena_dir):
 
 
 def test_four_ranks_with_random_delays_take_the_same_steps(arena_dir):
-    """200 saves, ranks at random speeds: one set of steps for all, bounded keys (P2, P5).
+    """200 saves and more, ranks at random speeds: one set of steps for all, bounded keys (P2, P5).
 
     A save takes longer than a step. The delays are the workload and not a way to be in step.
     """
@@ -634,27 +634,28 @@ def test_four_ranks_with_random_delays_take_the_same_steps(arena_dir):
 
     def body(me):
         pace = random.Random(me.rank)
-        tickets = []
-        for step in range(1, 201):
-            me.train(step)
+        tickets, taken = [], []
+        # How many are skipped depends on the machine. All skip the same, so all end at one step.
+        while len(tickets) < 200 or len(taken) < 5:
             time.sleep(pace.random() * 0.004)
-            tickets.append(me.ckpt.save(step))
+            ticket = saved(me, len(tickets) + 1)
+            tickets.append(ticket)
+            taken += [] if ticket.skipped else [ticket.step]
             if me.rank == 0:
                 # A slow machine skips more steps, each of which has a key until two saves later.
                 most.append(sum("/admit/" not in key for key in list(keys)))
-        tickets.append(saved(me, 201))
-        taken = [ticket.step for ticket in tickets if not ticket.skipped]
         for ticket in tickets:
             ticket.wait("committed", COMMIT_S)
-        return taken
+        return len(tickets), taken
 
-    taken = cluster.run(body)
-    assert taken[0] == taken[1] == taken[2] == taken[3]
-    # How many depends on the machine; that some steps were skipped shows that saves overlap steps.
-    assert 2 < len(taken[0]) < 200
+    found = cluster.run(body)
+    assert found[0] == found[1] == found[2] == found[3]
+    steps, taken = found[0]
+    # Some were skipped, which shows that saves overlap steps.
+    assert len(taken) < steps
     # A generation of four ranks with three fragments each needs about 35 keys, the pairs 18.
     assert max(most[100:]) <= 200
-    assert restored(arena_dir, FOUR, "stripe:2+1") == taken[0][-1]
+    assert restored(arena_dir, FOUR, "stripe:2+1") == taken[-1]
 
 
 def test_keys_in_the_store_stay_bounded(arena_dir):
@@ -697,7 +698,7 @@ def test_aborted_saves_leave_no_keys_behind_for_long(arena_dir):
 
 
 def test_many_rounds_leave_no_threads_descriptors_or_files(arena_dir):
-    """50 times two ranks start, restore, save and close: counts are as after the first rounds."""
+    """50 times two ranks start, restore, save and close: no more than after the first rounds."""
 
     def body(me):
         step = me.ckpt.restore() or 0
@@ -710,6 +711,10 @@ def test_many_rounds_leave_no_threads_descriptors_or_files(arena_dir):
         files = sorted(path.relative_to(arena_dir) for path in arena_dir.rglob("*"))
         return threading.active_count(), descriptors(), files
 
-    before = rounds(2)
-    assert rounds(48) == before
+    threads, opened, files = rounds(2)
+    threads_then, opened_then, files_then = rounds(48)
+    # Fewer is well: a thread of a test before this one may have ended meanwhile.
+    assert threads_then <= threads
+    assert opened_then <= opened
+    assert files_then == files
     assert {slot.record.fragment for slot in slots(arena_dir, 50, 0)} == {WHOLE, 0}
