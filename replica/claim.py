@@ -167,19 +167,23 @@ def sibling_numbers(names: list[str], position: int) -> list[int]:
 
 
 def read_head(folder: Folder) -> tuple[ArenaHead | None, str]:
-    """Return (head, "") or (None, why there is none), without a lock."""
+    """Return (head, "") or (None, why there is none), without a lock.
+
+    (head, what is wrong): it may not be the last, which is damaged or was never finished.
+    """
     try:
         frames = FrameFile(folder.file(HEAD, write=False), f"{folder.path}/{HEAD}")
     except FileNotFoundError:
         return None, f"{folder.path} has no head"
     try:
-        raw = frames.read()
+        raw, maimed = frames.read(), frames.maimed()
     finally:
         frames.close()
     if raw is None:
         return None, f"{folder.path}/{HEAD} is damaged"
+    broken = f"{folder.path}/{HEAD}: one of its two frames is damaged or was never finished"
     try:
-        return decode_head(raw), ""
+        return decode_head(raw), broken if maimed else ""
     except FormatVersionError as error:
         return None, f"{folder.path} is skipped: {error}"
     except ManifestError as error:

@@ -86,16 +86,16 @@ class FrameFile:
         return None
 
     def maimed(self) -> bool:
-        """Whether a place that was written once has not even the beginning of a frame.
+        """Whether the other place than that which is read was written, and holds no whole frame.
 
-        No writer that died leaves that: it overwrites a beginning by the same beginning. What is
-        read then may be older than what was written last.
+        Damage leaves that. So does a writer that was killed in the middle of a frame, and nobody
+        can tell which. What is read may be older than what was written last.
         """
         newest = self._newest()
-        if newest is None or newest[0] < 2:
+        if newest is None or self._frame(1 - newest[0] % 2) is not None:
             return False
-        begin = os.pread(self.descriptor, len(_MAGIC), (1 - newest[0] % 2) * self.frame_bytes)
-        return begin != _MAGIC
+        begin = (1 - newest[0] % 2) * self.frame_bytes
+        return newest[0] > 1 or any(os.pread(self.descriptor, _HEADER.size, begin))
 
     def write(self, payload: bytes) -> None:
         """Replace the value. Until this returns, the former one is still what a reader finds."""

@@ -35,7 +35,7 @@ from replica.live import (
 )
 from replica.objects import prepare_object
 from replica.sharing import Target, compare_sharing
-from replica.state import kind_of
+from replica.state import kind_of, written_kind
 from replica.torch_private import local_of
 from replica.tree import (
     MAPPING_START,
@@ -65,8 +65,8 @@ class LeftOut:
     extra: tuple[str, ...] = ()
     """In the live state and not saved: left as it is."""
     unfit: tuple[str, ...] = ()
-    """In both, with another dtype, shape, number of parameters, or with elements in common with
-    itself or others in another way: left as it is."""
+    """In both, with another dtype, shape or number of parameters, of another class of torch's, or
+    with elements in common with itself or others in another way: left as it is."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.unfit)
@@ -133,6 +133,8 @@ class Loader:
         self.actions: list[Action] = []
         self.late_actions: list[Action] = []
         """Generators: what the others do may draw from them."""
+        self.generators: list[object] = []
+        """The live ones that those are about."""
         self.targets: list[Target] = []
         self.left: dict[int, torch.Tensor] = {}
         """Live tensors that get no saved values, by id: optimizers drop their saved state too."""
@@ -247,8 +249,11 @@ class Loader:
             raise ImageError("shard image: a damaged object node")
         elif kind is None:
             self.findings.missing.append(f"{path} ({node[1]})")
-        elif kind != node[1]:
-            self.findings.different.append(f"{path} saved as {node[1]}, is {kind}")
+        elif (ours := written_kind(live, kind)) != node[1]:
+            # Of another class of torch's only: it may go on without what was saved.
+            tolerable = ours.partition(" ")[0] == node[1].partition(" ")[0]
+            noted = self.findings.unfit if tolerable else self.findings.different
+            noted.append(f"{path} saved as {node[1]}, is {ours}")
         else:
             prepare_object(self, kind, live, node[2], keys)
         return live

@@ -15,6 +15,7 @@ from torch import nn, optim
 from replica.errors import StateError
 from replica.image import ImageError
 from replica.leaves import unexpanded
+from replica.loaders import load_into
 from replica.random_states import check_numpy_position
 from replica.state import MODULE, OPTIMIZER, STATEFUL, module_state, set_generator_state
 from replica.tables import placement_names
@@ -47,37 +48,29 @@ def prepare_object(loader: Loader, kind: str, live: Any, node: Node, keys: Keys)
         _prepare_optimizer(loader, live, node, keys)
     elif kind == STATEFUL:
         saved = _decoded(loader, node, keys)
-        _compare_schedule(loader, live, saved, keys)
-        loader.actions.append(partial(_hand_over, keys, partial(_load_stateful, live, saved)))
+        if not _is_other_schedule(loader, live, saved, keys):
+            load = partial(load_into, live, saved, loader.generators)
+            loader.actions.append(partial(_hand_over, keys, load))
     else:
         _prepare_generator(loader, live, node, keys)
 
 
-def _compare_schedule(loader: Loader, live: Any, saved: object, keys: Keys) -> None:
-    """Refuse the state of another kind of schedule, which torch's loader would mix into this one.
+def _is_other_schedule(loader: Loader, live: Any, saved: object, keys: Keys) -> bool:
+    """Note the state of another kind of a user's schedules: torch would mix it into this one.
 
     Keys that only one side has may have come with the first steps, so both must have some.
     """
-    if isinstance(live, optim.lr_scheduler.LRScheduler) and isinstance(saved, dict):
-        here = live.state_dict()
-        gone = sorted(str(key) for key in saved if key not in here)
-        new = sorted(str(key) for key in here if key not in saved)
-        if gone and new:
-            loader.findings.different.append(
-                f"{path_text(keys)} saved by another kind of schedule, with {gone}, has {new}"
-            )
-
-
-def _load_stateful(live: Any, saved: object) -> None:
-    """Load, and have torchdata's loader make its iterator now.
-
-    It draws when it makes one. The run that saved had done so long before, so a draw after this
-    would come on top of the restored random states.
-    """
-    live.load_state_dict(saved)
-    names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(live).__mro__}
-    if ("torchdata", "StatefulDataLoader") in names:
-        live.state_dict()
+    if not isinstance(live, optim.lr_scheduler.LRScheduler) or not isinstance(saved, dict):
+        return False
+    here = live.state_dict()
+    gone = sorted(str(key) for key in saved if key not in here)
+    new = sorted(str(key) for key in here if key not in saved)
+    if not gone or not new:
+        return False
+    loader.findings.unfit.append(
+        f"{path_text(keys)} saved by another kind of schedule, with {gone}, has {new}"
+    )
+    return True
 
 
 def _decoded(loader: Loader, node: Node, keys: Keys) -> Any:
@@ -315,6 +308,7 @@ def _prepare_generator(loader: Loader, live: object, node: Node, keys: Keys) -> 
         )
         return
     loader.late_actions.append(partial(set_generator_state, live, state))
+    loader.generators.append(live)
 
 
 def _scratch(live: Any) -> object:

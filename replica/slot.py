@@ -333,7 +333,10 @@ def judge_record(
         return None, problem
     raw = records.read()
     if raw == b"":
-        lost = f"{records.path} has lost one of its two frames and counts as lost"
+        lost = (
+            f"{records.path} says empty in one of its two frames, and the other one is damaged or "
+            "was never finished: the slot counts as lost"
+        )
         return None, lost if records.maimed() else ""
     try:
         record = decode_record(raw or b"")

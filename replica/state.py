@@ -88,6 +88,18 @@ def kind_of(value: object) -> str | None:
     return STATEFUL if saves and loads and not isinstance(value, type) else None
 
 
+def written_kind(value: object, kind: str) -> str:
+    """The kind as an image has it: of optimizers and schedules also by which class of torch's.
+
+    Their loaders take the state of another class without a word, and mix it into their own. A
+    user's subclass goes by the class of torch's that it is of.
+    """
+    if kind != OPTIMIZER and not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return kind
+    ours = (one for one in type(value).__mro__ if one.__module__.startswith("torch.optim."))
+    return f"{'schedule' if kind == STATEFUL else kind} {next(ours).__name__}"
+
+
 def live_state(value: object) -> tuple[str, object] | None:
     """Kind and current state of a state object, None for anything else."""
     kind = kind_of(value)
@@ -98,7 +110,7 @@ def live_state(value: object) -> tuple[str, object] | None:
     if kind == MODULE:
         return kind, with_wrappers(module_state(value))  # type: ignore[arg-type]
     if kind in {OPTIMIZER, STATEFUL}:
-        return kind, value.state_dict()  # type: ignore[attr-defined]
+        return written_kind(value, kind), value.state_dict()  # type: ignore[attr-defined]
     return kind, generator_state(value)
 
 

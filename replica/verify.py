@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from replica.slot import data_name, judge_record, listed_slots, map_file, record
 
 OK, BAD, UNREADABLE, EMPTY, BUSY = "ok", "bad", "unreadable", "empty", "busy"
 LOOKS = 4
+AGAIN_S = 0.05
+"""After so long a small file that looked damaged while its owner lived is looked at again."""
 _METADATA_CHARS_MAX = 1 << 16
 
 
@@ -99,9 +102,13 @@ def verify_arenas(arena_dir: str | Path, job: str | None = None) -> list[ArenaVe
 
 def _verify_arena(folder: Folder) -> ArenaVerdict:
     head, problem = read_head(folder)
-    if head is not None:
-        problem = _misplaced(head, folder.path)
     alive = head is not None and Process(head.pid, head.pid_start).alive
+    if problem and alive:
+        # Its owner may have been writing it.
+        time.sleep(AGAIN_S)
+        head, problem = read_head(folder)
+    if head is not None:
+        problem = problem or _misplaced(head, folder.path)
     looked = [
         _verify_slot(folder, number, kind, head.job if head else None, alive=alive)
         for number, kind in listed_slots(folder.names())

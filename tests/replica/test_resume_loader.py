@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -132,6 +134,60 @@ def test_two_restores_in_one_epoch(workers, reader):
     load(image, state_of(last.loader))
     ids += last.read(2 * BATCHES - 6)
     assert ids == wanted
+
+
+def epochs_of(sampler, loader, at, stop=None):
+    """Read to the end of the third epoch, or ``stop`` batches; the ids. ``at`` counts epochs."""
+    found = []
+    while at["epoch"] < 3:
+        sampler.set_epoch(at["epoch"])
+        for batch in loader:
+            found.append(batch.tolist())
+            if len(found) == stop:
+                return found
+        at["epoch"] += 1
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [2, BATCHES, BATCHES + 2])
+def test_what_a_program_sets_before_an_epoch_holds_in_the_one_that_goes_on(stop, workers):
+    """A sampler is told the epoch after the restore, as before every other; draws are as ever."""
+
+    def make():
+        sampler = torch.utils.data.DistributedSampler(Numbers(), 1, 0, seed=3)
+        loader = StatefulDataLoader(
+            Numbers(), batch_size=BATCH, sampler=sampler, num_workers=workers
+        )
+        return sampler, loader, {"epoch": 0}
+
+    torch.manual_seed(5)
+    wanted = epochs_of(*make())
+    drawn = torch.rand(2)
+    torch.manual_seed(5)
+    sampler, loader, at = make()
+    assert epochs_of(sampler, loader, at, stop) == wanted[:stop]
+    image = image_of({"loader": loader, "at": at}, random_states=True)
+    sampler, loader, at = make()
+    torch.manual_seed(6)
+    load(image, {"loader": loader, "at": at}, random_states=True)
+    assert epochs_of(sampler, loader, at) == wanted[stop:]
+    assert torch.equal(torch.rand(2), drawn)
+
+
+def test_a_copy_of_a_loader_that_was_restored_is_a_loader_of_its_own(reader):
+    """What puts the draw back belongs to the copy, and goes with the first iterator."""
+    first = reader(0)
+    first.read(2)
+    image = image_of(state_of(first.loader))
+    wanted = first.read(3)
+    second = reader(0, seed=9)
+    load(image, state_of(second.loader))
+    twin = copy.deepcopy(second.loader)
+    assert Reader(twin).read(3) == wanted
+    assert "_get_iterator" in vars(second.loader)
+    assert second.read(3) == wanted
+    assert "_get_iterator" not in {**vars(second.loader), **vars(twin)}
 
 
 class Part(Numbers):

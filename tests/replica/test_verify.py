@@ -17,7 +17,7 @@ from erasure.digest import bad_chunks, chunk_digests
 from recovery.manifest import WHOLE, Generation, SlotRecord, encode_record, shard_digest
 from replica import cli
 from replica.folder import folder_name
-from replica.frames import FrameFile
+from replica.frames import FrameFile, decode_frame, encode_frame
 from replica.slot import record_name
 from replica.verify import BAD, BUSY, EMPTY, OK, UNREADABLE, damaged_chunks, verify_arenas
 from tests.replica.inprocess import Cluster
@@ -308,19 +308,34 @@ def test_a_record_file_cut_short_is_damage(open_arena, arena_dir, rng, capsys, w
     assert "unreadable" in capsys.readouterr().out
 
 
-def test_an_older_empty_frame_beside_no_frame_is_damage(open_arena, arena_dir, rng):
-    """The half of the file with the record was zeroed: no writer that died leaves that.
+@pytest.mark.parametrize("writes_before", [0, 1, 2])
+def test_an_older_empty_frame_beside_a_damaged_record_is_damage(
+    open_arena, arena_dir, rng, writes_before
+):
+    """Any byte of the record's frame, its end, or all of it: the slot is no empty one.
 
-    What one does leave, a frame that was begun, is told by the older frame, and is no damage.
+    A frame that was begun may be what a writer left that was killed: nobody can tell.
     """
     arena = open_arena()
-    fill(arena.allocate(CHUNK, "held"), rng)
+    slot = arena.allocate(CHUNK, "held")
+    for _ in range(writes_before):
+        slot.invalidate()
+    fill(slot, rng)
     path = Path(arena.path, record_name(0))
     half, raw = path.stat().st_size // 2, path.read_bytes()
-    for left, verdict in ((8, EMPTY), (40, EMPTY), (0, UNREADABLE)):
-        begun = raw[half : half + left]
-        path.write_bytes(raw[:half] + begun + bytes(half - len(begun)))
-        assert one_slot(arena_dir).verdict == verdict
+    frames = {begin: decode_frame(raw[begin : begin + half]) for begin in (0, half)}
+    begin = max(frames, key=lambda place: frames[place][0])
+    end = begin + len(encode_frame(*frames[begin]))
+    for left in (0, 8, 40, end - begin - 1):
+        path.write_bytes(raw[: begin + left] + bytes(half - left) + raw[begin + half :])
+        assert "never finished" in one_slot(arena_dir).reason
+    for at in range(begin, end):
+        bad = bytearray(raw)
+        bad[at] ^= 1 << at % 8
+        path.write_bytes(bad)
+        assert one_slot(arena_dir).verdict == UNREADABLE, f"byte {at - begin} of the frame"
+    path.write_bytes(raw)
+    assert one_slot(arena_dir).verdict == OK
 
 
 def test_an_empty_slot_is_no_damage(open_arena, arena_dir, capsys):
@@ -331,6 +346,21 @@ def test_an_empty_slot_is_no_damage(open_arena, arena_dir, capsys):
 
 
 # --- heads
+
+
+def test_a_byte_of_the_newer_head_is_damage(open_arena, arena_dir, capsys):
+    """The older one is shown, and that it may not be the last."""
+    arena = open_arena()
+    path = Path(arena.path, "head")
+    arena.close()
+    raw = path.read_bytes()
+    for at in (0, 20, 60, len(raw) // 2, len(raw) // 2 + 60):
+        bad = bytearray(raw)
+        bad[at] ^= 1
+        path.write_bytes(bad)
+        code, report = verify(capsys, arena_dir)
+        assert (code, report["arenas"][0]["job"]) == (1, "job"), f"byte {at}"
+        assert "one of its two frames" in report["arenas"][0]["problem"]
 
 
 @pytest.mark.parametrize("raw", [b"", b"?", bytes(20_000)])
