@@ -23,6 +23,7 @@ from replica.place import background_of
 from replica.remote import RemoteEngine
 from replica.snapshot import Snapshot
 from replica.ticket import Ticket
+from replica.torch_private import uncompiled
 
 log = logging.getLogger("planaria")
 
@@ -78,6 +79,7 @@ class Checkpointer:
         except PlanariaError as error:
             log.warning("while closing after %s: %s", kind.__name__, error)
 
+    @uncompiled
     def start(self) -> None:
         """Open the arena and agree with all ranks; a second call does nothing.
 
@@ -86,6 +88,7 @@ class Checkpointer:
         """
         self._open()
 
+    @uncompiled
     def restore(self, *, strict: bool = True) -> int | None:
         """Load the newest state that can be rebuilt for every rank; its step, or None.
 
@@ -105,6 +108,7 @@ class Checkpointer:
         self._snapshot.strict = strict
         return engine.restore()
 
+    @uncompiled
     def save(self, step: int, *, when_busy: str | None = None) -> Ticket:
         """Save the state of all ranks as of now; once it returns, the caller may change the state.
 
@@ -140,6 +144,7 @@ class Checkpointer:
             return {"open": False}
         return engine.status() | {"left_out": self._snapshot.left_out.lists()}
 
+    @uncompiled
     def close(self) -> None:
         """Wait for the save under way, at most the deadline; release all but the arena's files.
 

@@ -19,14 +19,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from replica.at_exit import THREAD_PREFIX
 from replica.changes import NOTICE_S
-from replica.errors import PeerError
-from replica.fault_points import module_in_background
+from replica.errors import ConfigError, PeerError
+from replica.launch import NOT_FOR_IT, launch
 from replica.unsupported import explains_itself
-from replica.wire import Frame, Wire, WireLost, error_of, error_word, field
+from replica.wire import Frame, Wire, WireLost, error_word, field
 
 log = logging.getLogger("planaria")
 
@@ -47,26 +48,6 @@ RESTART = "restart all ranks of the job: they go on from the newest committed st
 _LOOKS = 4
 """So often in a row is silence found before it counts: not once, after all of a node stood still.
 """
-# The name tells the package that what only a trainer needs is not to be imported.
-_NAME = "planaria-background"
-_BOOT = f"import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); sys.argv[0] = {_NAME!r}"
-# First of all, since loading torch takes long: a trainer that ends meanwhile takes it along.
-_TETHER = "import ctypes; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)"
-_MAIN = "from replica.background import main; main()"
-# Meant for the trainer, by hand, by a launcher or by a scheduler: it decides what they mean. The
-# last three are the terminal's, which may stop who writes there and is not in the foreground.
-_NOT_FOR_IT = {
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGALRM,
-    signal.SIGTSTP,
-    signal.SIGTTIN,
-    signal.SIGTTOU,
-}
 
 
 class Ended(Exception):
@@ -100,7 +81,8 @@ class Line:
         self._silence_s = silence_s
         self._on_note, self._on_end, self._tell, self._pending = on_note, on_end, tell, pending
         self._calls: dict[int, queue.SimpleQueue[Frame | None]] = {}
-        self._routing = threading.Lock()
+        # A signal handler may come with a call of its own at any moment.
+        self._routing = threading.RLock()
         self.number = 0
         """Of the newest call."""
         self._heard_s = time.monotonic()
@@ -155,10 +137,10 @@ class Line:
         meanwhile: Callable[[], object] = bool,
         enough: Callable[[], bool] = bool,
     ) -> Frame:
-        """Have the process carry out a call; the frame of its result.
+        """Have the process carry out a call; the frame of its result, or of what it "raised".
 
-        Serves meanwhile what it asks. Raises what it raises, Ended when it is gone, or has been
-        ended because it said nothing for ``silence_s``. Broken off here by an exception, Ctrl-C
+        Serves meanwhile what it asks. Raises Ended when it is gone, or has been ended because it
+        said nothing for ``silence_s``. Broken off here by an exception, one of a signal handler's
         say, the call is broken off there too. ``meanwhile`` is done first of all, when the process
         has been called. After an answer from which on ``enough`` holds this returns an empty frame,
         and the process ends the call by itself.
@@ -176,7 +158,7 @@ class Line:
             self._heard_s = time.monotonic()
             silence_s = silence_s or self._silence_s
             return self._follow(number, answers, serve, silence_s, enough)
-        except (Exception, GeneratorExit):
+        except (Ended, GeneratorExit):
             raise
         except BaseException as error:
             # Also where it came just before or after the call was sent: nobody knows which.
@@ -187,6 +169,28 @@ class Line:
                 del self._calls[number]
             while not answers.empty():
                 self._unheard(answers.get())
+
+    def make_way(self, name: str) -> None:
+        """Before a call that may come within another one of this thread, from a signal handler.
+
+        The process carries out one after another, and the other one waits for this thread. So
+        ``close`` breaks it off. Raises ConfigError for any else.
+        """
+        # Looked for, not noted: an interrupt could come between a call's end and the noting of it.
+        frame: FrameType | None = sys._getframe()  # noqa: SLF001 - documented, for CPython
+        outer: dict[str, Any] = {}
+        while frame is not None and "answers" not in outer:
+            if frame.f_code is Line.call.__code__ and frame.f_locals.get("self") is self:
+                outer = frame.f_locals
+            frame = frame.f_back
+        if "answers" not in outer:
+            return
+        if name != "close":
+            raise ConfigError(
+                f"{name}() was called within {outer['name']}(), by a listener or a signal handler: "
+                "call it after that has returned"
+            )
+        self._break_off(outer["number"], outer["answers"], "Closing")
 
     def send(self, frame: Frame) -> None:
         """Say something that belongs to no call; lost when the process is gone."""
@@ -208,7 +212,12 @@ class Line:
         if self._process is not None:
             self._process.kill()
 
+    def _end(self) -> Ended:
+        return Ended(self.lost or f"the background process, pid {self.pid}, is closed")
+
     def _send(self, frame: Frame) -> None:
+        if self._ended.is_set():
+            raise self._end()
         try:
             self._wire.send(frame)
         except WireLost as error:
@@ -226,10 +235,8 @@ class Line:
     ) -> Frame:
         while True:
             frame = self._next(answers, silence_s)
-            if "result" in frame:
+            if "result" in frame or "raised" in frame:
                 return frame
-            if "raised" in frame:
-                raise error_of(frame["raised"])
             if "ask" in frame:
                 self._send({"call": number, **self._answer(frame, serve)})
                 if enough():
@@ -251,7 +258,7 @@ class Line:
                 self._ended.wait(END_S)
                 frame = None
             if frame is None:
-                raise Ended(self.lost or f"the background process, pid {self.pid}, is closed")
+                raise self._end()
             return frame
 
     @staticmethod
@@ -278,9 +285,9 @@ class Line:
 
     def _read(self, theirs: socket.socket) -> None:
         """Body of the reading thread: start the process, read to its end, and see it buried."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)
+        signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_IT)
         try:
-            process = self._process = _launch(theirs.fileno())
+            process = self._process = launch(theirs.fileno())
             watch = os.pidfd_open(process.pid)
         except OSError as error:
             self._failure = error
@@ -373,20 +380,6 @@ class Line:
             answers.put(None)
         self._notes.put(None)
         self._wire.close()
-
-
-def _launch(descriptor: int) -> subprocess.Popen[bytes]:
-    paths = "\n".join(path or os.getcwd() for path in sys.path)  # noqa: PTH109 - as sys.path
-    module = module_in_background()
-    boot = "; ".join([_TETHER, _BOOT, *([f"import {module}"] if module else []), _MAIN])
-    return subprocess.Popen(
-        [sys.executable, "-c", boot, paths, str(descriptor), str(os.getpid())],
-        pass_fds=(descriptor,),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        # A group of its own: what is meant for all of the trainer's is not meant for it.
-        process_group=0,
-    )
 
 
 def _trace(error: Exception) -> str:

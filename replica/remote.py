@@ -24,7 +24,7 @@ from replica.serving import Serving
 from replica.snapshot import Snapshot
 from replica.ticket import Ticket
 from replica.timed_store import TimedStore
-from replica.wire import Frame, error_of, field, ours
+from replica.wire import Frame, WireLost, error_of, field, ours
 
 log = logging.getLogger("planaria")
 
@@ -45,15 +45,16 @@ class RemoteEngine:
         self._options, self._rank = options, group.rank
         self._emit = emit
         self._status: dict[str, Any] = {"open": False}
-        self._lock = threading.Lock()
+        # A signal handler may close this at any moment.
+        self._lock = threading.RLock()
         self._tickets: dict[int, Ticket] = {}
         """By the number of the call that made each."""
         self._last: Ticket | None = None
         self._left_open = 0
         """The call that the process has still to end by itself, if any."""
         self._gone = False
-        self._first: Frame = {}
-        """Of its ticket."""
+        self._early: Ticket | None = None
+        """Of the save that is called, from when on it may return before its call has ended."""
         # An Event may stay locked after Ctrl-C.
         self._settling = Changes()
         self._counts = Counts(loud=True)
@@ -140,16 +141,16 @@ class RemoteEngine:
                     self._leave_open(step)
                 return answer
 
-            args = {"step": step, "wait": wait}
+            args, self._early = {"step": step, "wait": wait}, None
             ahead = serving.read_ahead if self._will_capture(step) else bool
             try:
                 frame = self._call("save", args, serve, ahead, serving.is_captured)
             except Ended as error:
-                log.debug("%s", error)
-            else:
-                self._last = ticket = self._made(frame.get("ticket", self._first))
-                return ticket
-        return self._cannot(step)
+                return self._cannot(step, str(error))
+            made = self._early or self._made(frame["ticket"])
+            self._last = made
+            return made
+        return self._cannot(step, self._line.lost)
 
     def _will_capture(self, step: int) -> bool:
         """Whether this save is not skipped, nor has to wait, as far as this rank knows."""
@@ -162,11 +163,12 @@ class RemoteEngine:
         ticket.limit_s = 2 * self._options.timeout_s
         if self._serving.staged:
             ticket.advance("staged")
-        self._first = {"number": self._line.number, **ticket.facts()}
+        number = self._line.number
         with self._settling.lock:
+            # Where the process has gone meanwhile, the answer that comes next finds nobody.
             if not self._gone:
-                self._left_open = self._line.number
-                self._made(self._first)
+                self._left_open = number
+                self._early = self._made({"number": number, **ticket.facts()})
 
     def status(self) -> dict[str, Any]:
         """What is safe now, as far as the background process has told; from any thread."""
@@ -216,22 +218,24 @@ class RemoteEngine:
         silence_s: float | None = None,
     ) -> Frame:
         serving, line = self._serving, self._line
+        line.make_way(name)
         serving.begin()
         serve = serve or serving.answer
         try:
-            return line.call(name, args, serve, silence_s, meanwhile=meanwhile, enough=enough)
-        except Ended:
-            raise
-        except Exception as error:  # noqa: BLE001 - of whatever type the process has named
+            frame = line.call(name, args, serve, silence_s, meanwhile=meanwhile, enough=enough)
+            if "raised" not in frame:
+                return frame
+            error = error_of(frame["raised"])
             # What the state's own methods raised is shown as the cause, as it was raised.
-            cause = self._serving.raised or error.__cause__
-            raise ours(error) from cause
+            raise ours(error) from serving.raised or error.__cause__
+        except WireLost as error:
+            raise ours(error) from error
         finally:
             serving.end()
 
-    def _cannot(self, step: int) -> Ticket:
+    def _cannot(self, step: int, how: str) -> Ticket:
         """A step that comes when the process is gone; training goes on unless ``on_error`` says."""
-        reason = f"no further save is possible in this process: {self._line.lost}; {RESTART}"
+        reason = f"no further save is possible in this process: {how}; {RESTART}"
         if self._options.on_error == "raise":
             raise SaveFailed(reason)
         self._last = ticket = Ticket(step)

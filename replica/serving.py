@@ -10,11 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from replica.at_exit import THREAD_PREFIX
+from replica.errors import StateError
 from replica.group import Group
 from replica.image import ShardHeader
 from replica.mappings import Mappings
 from replica.snapshot import LoadPlan, Snapshot
 from replica.source import Captured
+from replica.unsupported import Unsupported
 from replica.wire import Frame, WireLost, error_word, field
 from replica.words import parse_word
 
@@ -71,7 +73,8 @@ class Serving:
         """Read the state while the process gets ready: it does not change within the call."""
         try:
             self._snapshot.read_ahead()
-        except Exception as error:  # noqa: BLE001 - the capture raises it again, and is heard
+        except (StateError, Unsupported, MemoryError, RecursionError) as error:
+            # The capture raises it again. Anything else is a signal handler's, and the caller's.
             log.debug("while reading ahead: %s", error)
 
     def begin(self) -> None:

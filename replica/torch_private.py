@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -54,9 +55,16 @@ __all__ = [
     "specs_of",
     "state_dict_hooks",
     "transform",
+    "uncompiled",
     "unreduced_gradients",
     "unsharded_groups",
 ]
+
+uncompiled = _disable_dynamo
+"""Decorates what a compiled function calls, and is not to become part of the compiled code.
+
+`torch.compiler.disable` does the same and would load the compiler for everybody who imports this.
+"""
 
 
 def _probe() -> None:

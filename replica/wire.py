@@ -73,7 +73,8 @@ class Wire:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._sending = threading.Lock()
+        # A signal handler may come with something to send while this thread sends.
+        self._sending = threading.RLock()
         self._buffer = bytearray()
         self._torn = False
 
@@ -89,15 +90,13 @@ class Wire:
         with self._sending:
             if self._torn:
                 raise WireLost("a frame was broken off in the middle")
+            # Begun and ended in one step as a rule; a signal can come in between if it is large.
+            self._torn = len(text) > _WHOLE_BYTES
             try:
-                # Begun and ended in one step as a rule; Ctrl-C can come in between if it is large.
-                self._torn = True
                 self._socket.sendall(_LENGTH.pack(len(text)) + text)
-                self._torn = False
             except (OSError, ValueError) as error:
                 raise WireLost(f"nobody takes what is said: {error}") from error
-            finally:
-                self._torn = self._torn and len(text) > _WHOLE_BYTES
+            self._torn = False
 
     def receive(self) -> list[Frame] | None:
         """Wait for something and return the frames that are whole by then; None at the end.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from functools import partial
 
 
 class Interrupted(BaseException):
@@ -15,16 +16,25 @@ def raise_interrupted(number, frame):
     raise Interrupted
 
 
-def strike_at(monkeypatch, owner: type, name: str, *, after: bool = False) -> list[str]:
-    """Have the signal strike at the first passage of a method; its name stands in the list then."""
+SIGNAL = partial(signal.raise_signal, signal.SIGUSR1)
+
+
+def strike_at(monkeypatch, owner: type, name: str, *, after: bool = False, act=SIGNAL) -> list[str]:
+    """Have the signal strike at the first passage of a method; its name stands in the list then.
+
+    ``act``: what is done instead, as by the handler of a signal.
+    """
     inner, struck = getattr(owner, name), []
 
     def method(*args, **more):
         if struck or threading.current_thread() is not threading.main_thread():
             return inner(*args, **more)
         struck.append(name)
-        found = inner(*args, **more) if after else None
-        signal.raise_signal(signal.SIGUSR1)
+        if not after:
+            act()
+        found = inner(*args, **more)
+        if after:
+            act()
         return found
 
     monkeypatch.setattr(owner, name, method)

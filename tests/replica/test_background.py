@@ -22,7 +22,7 @@ import replica
 from replica.arena import Arena, read_arenas
 from replica.config import BACKGROUND
 from replica.group import MemoryGroup
-from replica.line import _BOOT
+from replica.launch import BOOT
 from replica.procs import identify
 from tests.replica.arena_tools import OPEN
 from tests.replica.background_tools import pid_of
@@ -212,6 +212,25 @@ def test_the_process_is_killed(make, caplog):
         again.save(2)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_save_in_a_compiled_function_is_no_part_of_it(make, mode):
+    """The compiler leaves it out, and neither traces into it nor runs it as its own operations."""
+    state = {"w": torch.zeros(300, 300)}
+    one = make(state, mode=mode)
+
+    @torch.compile(backend="eager")
+    def step(number):
+        state["w"].add_(1)
+        return one.save(number, when_busy="wait")
+
+    for number in (1, 2, 3):
+        step(number).wait("committed", COMMIT_S)
+    state["w"].zero_()
+    assert one.restore() == 3
+    assert state["w"].eq(3).all()
+
+
 def pid_in(text: str) -> int:
     """Return the pid that a sentence names."""
     return int(text.partition("pid ")[2].partition(",")[0])
@@ -241,7 +260,7 @@ def test_signals_to_the_process(make):
 
 def test_it_starts_without_what_only_a_trainer_needs():
     """Of torch's distributed tensors, half of the time to load all, it loads nothing."""
-    code = f"{_BOOT}; import replica.background; print(*sys.modules)"
+    code = f"{BOOT}; import replica.background; print(*sys.modules)"
     command = [sys.executable, "-c", code, "\n".join(sys.path)]
     loaded = set(
         subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()

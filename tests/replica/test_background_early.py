@@ -94,6 +94,25 @@ def test_an_error_behind_it_is_told_by_the_ticket(make, faults, caplog):
     assert "before it fails: behind the trainer's back" in caplog.text
 
 
+def test_what_the_process_tells_while_it_returns_holds(make, faults, monkeypatch):
+    """How long a wait for its ticket may take, say: it is made once, as the state is captured."""
+    inner = RemoteEngine._leave_open
+
+    def leave_open(self, step):
+        inner(self, step)
+        self._early.limit_s = 77.0
+
+    ckpt = make({"w": torch.zeros(10)})
+    ckpt.save(1).wait("committed", COMMIT_S)
+    monkeypatch.setattr(RemoteEngine, "_leave_open", leave_open)
+    faults.do("stay", where=TAIL, word="tail")
+    ticket = ckpt.save(2)
+    faults.hear("tail")
+    assert ticket.limit_s == 77.0
+    faults.do("go_on")
+    ticket.wait("committed", COMMIT_S)
+
+
 @pytest.fixture
 def ahead(monkeypatch):
     """Return the list of what was read ahead: whether there was something to keep."""
