@@ -144,7 +144,7 @@ class RemoteEngine:
             args, self._early = {"step": step, "wait": wait}, None
             ahead = serving.read_ahead if self._will_capture(step) else bool
             try:
-                frame = self._call("save", args, serve, ahead, serving.is_captured)
+                frame = self._call("save", args, serve, ahead, lambda: self._early is not None)
             except Ended as error:
                 return self._cannot(step, str(error))
             made = self._early or self._made(frame["ticket"])

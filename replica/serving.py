@@ -65,10 +65,6 @@ class Serving:
         """What was captured last is complete."""
         return self._late is not None and not self._late.late_bytes
 
-    def is_captured(self) -> bool:
-        """``captured``, as a function."""
-        return self.captured
-
     def read_ahead(self) -> None:
         """Read the state while the process gets ready: it does not change within the call."""
         try:

@@ -17,6 +17,7 @@ from recovery.session import RestoreAborted
 from replica.errors import ConfigError
 from replica.line import Line
 from replica.mappings import Mappings
+from replica.remote import RemoteEngine
 from replica.serving import Serving
 from replica.snapshot import Snapshot
 from replica.wire import Wire
@@ -40,7 +41,13 @@ OUTSIDE = [
     (Wire, "send", True),
 ]
 """Moments of a save, on the trainer's side, in which it answers nothing."""
-INSIDE = [(Serving, "answer", False), (Mappings, "view", True), (Snapshot, "begin_capture", True)]
+INSIDE = [
+    (Serving, "answer", False),
+    (Mappings, "view", True),
+    (Snapshot, "begin_capture", True),
+    (RemoteEngine, "_leave_open", False),
+    (RemoteEngine, "_leave_open", True),
+]
 """Those in which it answers."""
 
 
