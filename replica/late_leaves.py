@@ -5,6 +5,7 @@ is called before every such step in the process. Of an optimizer in the state th
 and what it keeps for each of them. All else is copied before ``save`` returns, and so is what only
 looks like that:
 
+- everything, while a step is under way: what that changes it no longer waits for;
 - what an optimizer owns of which no step was seen since the save before: its step is compiled,
   replayed as a CUDA graph or called by another name, or it is no torch optimizer at all;
 - a parameter with a hook behind its gradient, which may step in the middle of backward;
@@ -31,7 +32,7 @@ from torch import nn
 
 from replica.device_pieces import on_host
 from replica.leaves import LeafList, span
-from replica.torch_private import in_backward, local_of
+from replica.torch_private import calls_step_hooks, in_backward, local_of
 
 LATE_BYTES_MIN = 1 << 16
 """Smaller leaves are copied at once: that takes less than to hand them over one by one."""
@@ -204,7 +205,7 @@ def _doubt(owner: object, unseen: Unseen) -> str:
     name = type(owner).__name__
     if not isinstance(owner, Optimizer):
         return f"{name} is no torch.optim.Optimizer"
-    if not getattr(type(owner).step, "hooked", False) or not _own_step(owner):
+    if not calls_step_hooks(owner):
         return f"the step of {name} is not torch's, so that hooks are not called"
     outside = [one for one in _OUTSIDE_STEP if callable(getattr(owner, one, None))]
     if outside:
@@ -212,15 +213,6 @@ def _doubt(owner: object, unseen: Unseen) -> str:
     if getattr(owner, "_overlap_with_ddp", False):
         return f"{name} steps in backward"
     return unseen(owner)
-
-
-def _own_step(owner: Optimizer) -> bool:
-    """Whether the object's step is its class's, or what a scheduler has put around that."""
-    step = vars(owner).get("step")
-    if step is None:
-        return True
-    by_scheduler = getattr(step, "_wrapped_by_lr_sched", False)
-    return by_scheduler and getattr(step, "__wrapped__", None) is type(owner).step
 
 
 def _doubt_parameter(param: torch.Tensor) -> str:

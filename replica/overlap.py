@@ -8,8 +8,9 @@
 
 One hook for the process, called before the step of every torch optimizer and before hooks of the
 optimizer's own, does the waiting: whatever an optimizer changes, in the state or not, it changes
-after it. Which leaves may be late is decided in ``late_leaves.py``, on evidence: an optimizer
-counts as hooked while the hook sees it step between two saves. Why it is done so:
+after it. Another one, called after each step, notes that it has ended: inside of a step nothing is
+late. Which leaves may be late is decided in ``late_leaves.py``, on evidence: an optimizer counts as
+hooked while the hook sees it step between two saves. Why it is done so:
 ``docs/adr/0007-overlap.md``.
 """
 
@@ -24,7 +25,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from replica.copies import CopyPlan, LateCopies
@@ -32,14 +36,17 @@ from replica.image import Bytes
 from replica.late_copy import LateCopy, LateTensor
 from replica.late_leaves import LATE_BYTES_MIN, Choice, LateLeaves
 from replica.leaves import LeafList
+from replica.open_steps import OpenSteps
 from replica.torch_private import DTensor, in_compiled_code, local_and_spec
 
 log = logging.getLogger("planaria")
 
 UNSEEN = "no step was seen"
+INSIDE = "save() was called while an optimizer's step was under way, which may change it"
 
 _open: list[Overlap] = []
-_handle: RemovableHandle | None = None
+_steps = OpenSteps()
+_handles: list[RemovableHandle] = []
 
 
 class Overlap:
@@ -84,10 +91,12 @@ class Overlap:
         if self._plan() is not plan or self._leaves is None or not self._leaves.fits(state, leaves):
             arrays = [leaf for _, leaf in plan.plain]
             self._leaves, self._plan = LateLeaves(state, leaves, arrays), weakref.ref(plan)
-        told = choice = self._leaves.choose(leaves, self._unseen)
+        # Inside of whichever step: it may own the same memory, in the state or not.
+        unseen = _inside if _steps.any() else self._unseen
+        told = choice = self._leaves.choose(leaves, unseen)
         if not self._saves:
             # Before the first one no step can have been seen; said is what is so for all that.
-            told = self._leaves.choose(leaves, lambda owner: _but_unseen(self._unseen(owner)))
+            told = self._leaves.choose(leaves, lambda owner: _but_unseen(unseen(owner)))
         if any(why.startswith(UNSEEN) for why in choice.at_once):
             self._leaves = None  # perhaps the state has another optimizer by now
         self._say(told, state, leaves)
@@ -136,6 +145,10 @@ class Overlap:
             log.log(level, "overlap=True, but save() copies %s itself: %s", _some(names), told)
 
 
+def _inside(_optimizer: torch.optim.Optimizer) -> str:
+    return INSIDE
+
+
 def _but_unseen(why: str) -> str:
     return "" if why.startswith(UNSEEN) else why
 
@@ -168,24 +181,28 @@ def _watched(name: str, leaf: int, leaves: LeafList) -> LateTensor:
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     # Traced or not: where the locks below are reached tracing breaks off, so that they are taken.
     compiled = torch.compiler.is_compiling() or in_compiled_code()
+    _steps.begin(optimizer)
     for one in tuple(_open):
         one.before_step(optimizer, compiled=compiled)
 
 
+def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    _steps.end(optimizer)
+
+
 def _register(one: Overlap) -> None:
-    global _handle  # noqa: PLW0603 - the hook is one per process, as torch's list of them is
     _open.append(one)
-    if _handle is None:
-        _handle = register_optimizer_step_pre_hook(_before_step)
+    if not _handles:  # one of each per process, as torch's lists of them are
+        _handles.append(register_optimizer_step_pre_hook(_before_step))
+        _handles.append(register_optimizer_step_post_hook(_after_step))
 
 
 def _unregister(one: Overlap) -> None:
-    global _handle  # noqa: PLW0603
     if one in _open:
         _open.remove(one)
-    if not _open and _handle is not None:
-        _handle.remove()
-        _handle = None
+    if not _open:
+        while _handles:
+            _handles.pop().remove()
 
 
 # In a forked child there is no late copy: its threads are the parent's.

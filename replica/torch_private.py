@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,10 +35,12 @@ except ImportError as fault:
     ) from fault
 
 __all__ = [
+    "HOOKED_STEP",
     "SPEC_FIELDS",
     "DTensor",
     "FSDPModule",
     "FullyShardedDataParallel",
+    "calls_step_hooks",
     "foreign_hooks",
     "in_backward",
     "in_compiled_code",
@@ -58,10 +61,13 @@ __all__ = [
     "uncompiled",
     "unreduced_gradients",
     "unsharded_groups",
+    "untraced",
 ]
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 uncompiled = _disable_dynamo
-"""Decorates what a compiled function calls, and is not to become part of the compiled code.
+"""Neither a function nor what it calls becomes part of compiled code that calls it.
 
 `torch.compiler.disable` does the same and would load the compiler for everybody who imports this.
 """
@@ -90,6 +96,7 @@ def _probe() -> None:
         (nn.Module(), "_state_dict_hooks"),
         (nn.Module(), "_state_dict_pre_hooks"),
         (nn.Module(), "_non_persistent_buffers_set"),
+        (torch.optim.Optimizer, "profile_hook_step"),
         (torch.optim.Optimizer, "_optimizer_load_state_dict_pre_hooks"),
         (torch.optim.Optimizer, "_optimizer_load_state_dict_post_hooks"),
         (torch.optim.Optimizer, "_optimizer_state_dict_pre_hooks"),
@@ -311,6 +318,55 @@ def in_backward(param: torch.Tensor) -> bool:
     return bool(param._post_accumulate_grad_hooks) or hasattr(param, "_in_backward_optimizers")
 
 
+def _step_codes() -> tuple[CodeType, CodeType]:
+    """What all hooked steps of torch run, and what all those run that schedulers put around one."""
+
+    class Plain(torch.optim.Optimizer):
+        """Has what a scheduler asks for; a whole one would have the compiler imported."""
+
+        def __init__(self) -> None:
+            self.param_groups = [{"params": [], "lr": 0.0}]
+
+    plain = Plain()
+    torch.optim.lr_scheduler.LambdaLR(plain, float)
+    hooked: Any = Plain.profile_hook_step(Plain.step)
+    return hooked.__code__, vars(plain)["step"].__code__
+
+
+HOOKED_STEP, _SCHEDULED_STEP = _step_codes()
+
+
+def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step calls the hooks for all steps before it does anything else.
+
+    So does what torch makes of every class's step, and what a scheduler puts around that in an
+    optimizer. They are known by their code: `functools.wraps` copies whatever marks they carry to
+    what somebody else puts around them.
+    """
+    of_class, own = type(optimizer).step, vars(optimizer).get("step")
+    if not _runs(of_class, HOOKED_STEP):
+        return False
+    return own is None or (_runs(own, _SCHEDULED_STEP) and own.__wrapped__ is of_class)
+
+
+def _runs(step: object, code: CodeType) -> bool:
+    return isinstance(step, FunctionType) and step.__code__ is code
+
+
+def untraced(function: F) -> F:
+    """Not compiled, nor a part of what is: the compiler would try, and warn that it cannot."""
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(
+        function.__code__,
+        torch._C._dynamo.eval_frame._FrameExecStrategy(
+            torch._C._dynamo.eval_frame._FrameAction.SKIP,
+            torch._C._dynamo.eval_frame._FrameAction.DEFAULT,
+        ),
+    )
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+@untraced
 def in_compiled_code() -> bool:
     """Whether the caller runs inside of what `torch.compile` made, between two of its graphs too.
 
@@ -329,13 +385,3 @@ def transform() -> str:
         if mode is not None:
             return type(mode).__name__
     return ""
-
-
-# Without this the compiler would try to trace it, and warn that it cannot.
-torch._C._dynamo.eval_frame.set_code_exec_strategy(
-    in_compiled_code.__code__,
-    torch._C._dynamo.eval_frame._FrameExecStrategy(
-        torch._C._dynamo.eval_frame._FrameAction.SKIP,
-        torch._C._dynamo.eval_frame._FrameAction.DEFAULT,
-    ),
-)

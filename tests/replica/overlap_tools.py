@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import torch
 from torch import nn
 
 import replica
 from replica import late_copy
 from replica.at_exit import THREAD_PREFIX
+from replica.snapshot import Snapshot
+from tests.replica.snapshot_tools import HEADER
 
 WIDTH = 192
 """Weights of WIDTH x WIDTH floats are large enough to be late, biases are not."""
 WAIT_S = 20.0
 """No test comes near it; it turns a hang into a failure."""
+WEIGHTS = {"model.one.weight", "model.two.weight"}
+MOMENTS = {
+    f"optim.state.{number}.{name}" for number in (0, 2) for name in ("exp_avg", "exp_avg_sq")
+}
+"""Names of what is large in a training run, of AdamW."""
 
 
 class Net(nn.Module):
@@ -67,6 +75,22 @@ def tensors(state):
 def same(left, right):
     """Whether two such dicts are equal, bit for bit."""
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def late(overlap, state):
+    """Names of the late leaves of a capture; the copy is carried out, and checked."""
+    snapshot = Snapshot(state, random_states=True)
+    snapshot.overlap = overlap
+    captured = snapshot.begin_capture(np.zeros(snapshot.estimate_bytes() << 1, np.uint8), HEADER)
+    names = {tensor.name for tensor in captured._late._tensors} if captured._late else set()
+    captured.start(lambda: None)
+    captured.finish(20.0)
+    return names
+
+
+def told(caplog):
+    """The lines that say what is not late."""
+    return [record.message for record in caplog.records if "overlap=True" in record.message]
 
 
 class Held:

@@ -11,13 +11,8 @@ from torch import nn
 
 from replica.overlap import Overlap
 from replica.snapshot import Snapshot
-from tests.replica.overlap_tools import WIDTH, Net, train, training
+from tests.replica.overlap_tools import MOMENTS, WEIGHTS, WIDTH, Net, late, told, train, training
 from tests.replica.snapshot_tools import HEADER
-
-WEIGHTS = {"model.one.weight", "model.two.weight"}
-MOMENTS = {
-    f"optim.state.{number}.{name}" for number in (0, 2) for name in ("exp_avg", "exp_avg_sq")
-}
 
 
 @pytest.fixture
@@ -26,22 +21,6 @@ def overlap():
     one = Overlap(rank=0, timeout_s=20.0, check=True)
     yield one
     one.close(0.0)
-
-
-def late(overlap, state):
-    """Names of the late leaves of a capture; the copy is carried out, and checked."""
-    snapshot = Snapshot(state, random_states=True)
-    snapshot.overlap = overlap
-    captured = snapshot.begin_capture(np.zeros(snapshot.estimate_bytes() << 1, np.uint8), HEADER)
-    names = {tensor.name for tensor in captured._late._tensors} if captured._late else set()
-    captured.start(lambda: None)
-    captured.finish(20.0)
-    return names
-
-
-def told(caplog):
-    """The lines that say what is not late."""
-    return [record.message for record in caplog.records if "overlap=True" in record.message]
 
 
 def test_weights_and_moments_are_late_and_small_ones_are_not(overlap, caplog):
