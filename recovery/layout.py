@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from erasure.code import Code
+from erasure.code import MAX_FRAGMENTS, Code
 from erasure.errors import CodeError
 from recovery.errors import LayoutError
 from recovery.topology import Topology
@@ -72,9 +72,10 @@ def parse_redundancy(text: str, nodes: int) -> Redundancy:
     """
     found = _auto(nodes) if text == "auto" else _parse(text)
     if found.kind != "none" and nodes < found.nodes_needed:
+        puts = "1 fragment on 1 node" if found.n == 1 else f"{found.n} fragments on {found.n} nodes"
         raise LayoutError(
-            f"redundancy {text!r} puts {found.n} fragments on {found.n} nodes other than the "
-            f"owner's and so needs {found.nodes_needed} nodes, but this job has {nodes}; "
+            f"redundancy {text!r} puts {puts} other than the owner's and so needs "
+            f"{found.nodes_needed} nodes, but this job has {nodes}; "
             f"use {str(_auto(nodes))!r}, which they can carry, or add nodes"
         )
     return found
@@ -95,6 +96,11 @@ def _parse(text: str) -> Redundancy:
     stripe = re.fullmatch(r"stripe:([0-9]{1,3})\+([0-9]{1,3})", text)
     try:
         if copies:
+            if int(copies[1]) not in range(1, MAX_FRAGMENTS + 1):
+                raise LayoutError(
+                    f"redundancy {text!r}: expected copies:r with r from 1 to {MAX_FRAGMENTS}, "
+                    "or 'none' for no copies on other nodes"
+                )
             Code(1, int(copies[1]) - 1)
             return Redundancy("copies", 1, int(copies[1]) - 1)
         if stripe:

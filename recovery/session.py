@@ -11,7 +11,7 @@ together; nobody resumes alone. The vote and the "loaded" decision are one compa
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,8 @@ from recovery.tree import (
 from recovery.vote import Verdict, abort, count, encode_vote, merge_votes, read_verdict
 
 ATTEMPTS_MAX = 64
+ALL_RESTORE = "all ranks must call restore() before the first save(), or none"
+"""What is to be done where some ranks may have called one and some the other."""
 
 
 @dataclass(frozen=True)
@@ -214,9 +216,7 @@ def _inventory(
         check_all_report(reports, world)
         return merge_reports(reports), ""
     except GatherFailed as failed:
-        raise RestoreAborted(
-            f"no inventory from {name_ranks(failed.missing)} before the deadline"
-        ) from failed
+        raise _no_inventory(failed.missing) from failed
     except StoreLost:
         raise  # it says nothing of what others hold, and only rank 0 may write for all
     except RecoveryError as error:
@@ -354,4 +354,11 @@ def _read_frozen(context: RestoreContext, prefix: str, attempt: int) -> Generato
     if isinstance(answer, Got):
         return answer.values[key]
     late = yield from silent_ranks(f"{prefix}/inventory", context.topology.world)
-    raise RestoreAborted(f"no inventory from {name_ranks(late)} before the deadline")
+    raise _no_inventory(late)
+
+
+def _no_inventory(missing: Sequence[int]) -> RestoreAborted:
+    return RestoreAborted(
+        f"no inventory from {name_ranks(missing)} before the deadline (late, dead, or without a "
+        f"call of restore()): {ALL_RESTORE}"
+    )

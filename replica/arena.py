@@ -250,22 +250,29 @@ class Arena:
                 )
             return [s for s in self._slots.values() if self.lost or not s.in_place(folder)]
 
-    def close(self) -> None:
+    def close(self, *, refused: bool = False) -> None:
         """Release the lock and keep the files. A second call does nothing.
 
         No receive into a slot may be under way: without the lock the next owner may write there
-        too. In a forked child this only closes the child's own descriptors.
+        too. In a forked child this only closes the child's own descriptors. ``refused``: the start
+        came to nothing, so that what it has made goes too, if nothing was put there yet.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if os.getpid() == self._pid:
+            ours = os.getpid() == self._pid
+            # An epoch that was written is never used again, so its head stays.
+            unused = ours and refused and self.fresh and not self._slots and not self.head.epoch
+            if ours:
                 nobody = replace(self.head, pid=0, pid_start=0, agent_pid=0, agent_start=0)
                 self._frames.write(encode_head(nobody))
             self._release_slots()
             self._frames.close()
-            self._claim.release()
+            if unused:
+                remove_claimed(self._claim)
+            else:
+                self._claim.release()
 
     def _adopt(self) -> None:
         folder = self._claim.folder

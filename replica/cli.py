@@ -141,7 +141,7 @@ def _clean(argv: Sequence[str]) -> int:
         print(json.dumps({"removed": removed, "removable": removable, "in_use": in_use}))
     else:
         for path in paths:
-            print(path)
+            print(f"would remove {path}" if options.dry_run else path)
     if not asked and paths and not options.dry_run:
         print("nothing was removed: name the job (--job), or say --all", file=sys.stderr)
         return 1
@@ -149,7 +149,7 @@ def _clean(argv: Sequence[str]) -> int:
         for path in in_use:
             print(f"in use, not removed: {path}", file=sys.stderr)
         if options.job is not None and not paths and not in_use:
-            # Perhaps misspelt. Standard output has nothing but paths.
+            # Perhaps misspelt. Standard output names nothing but what goes.
             print(no_arenas(options.arena_dir, options.job), file=sys.stderr)
     return 0
 

@@ -158,10 +158,11 @@ def _print_status(report: dict[str, Any], arena_dir: str, job: str | None) -> No
 
 
 def arena_line(arena: dict[str, Any]) -> str:
-    """Say whose arena it is."""
+    """Say whose arena it is; a start that was refused may have had other ranks than its slots."""
+    when = "" if arena["alive"] else " when last opened"
     return (
         f"job {arena['job']}  node {arena['node_id']}  position {arena['position']}  "
-        f"rank {arena['rank']} of {arena['world']}"
+        f"rank {arena['rank']} of {arena['world']}{when}"
     )
 
 

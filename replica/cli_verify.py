@@ -80,7 +80,7 @@ def _print_report(report: dict[str, Any], arena_dir: str, job: str | None) -> No
             print(f"    head: damaged: {arena['problem']}")
         for slot in arena["slots"]:
             print(f"    {_slot_line(slot)}")
-    print_generations(report["generations"], "what verified here")
+    print_generations(report["generations"], "the slots that verified")
     slots = [slot for arena in report["arenas"] for slot in arena["slots"]]
     counts = [f"{sum(s['verdict'] == word for s in slots)} {word}" for word in (EMPTY, BUSY)]
     print(

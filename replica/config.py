@@ -21,6 +21,7 @@ DEFAULT_ARENA_DIR = "/dev/shm"
 NAME_CHARS_MAX = 256
 WHEN_BUSY = ("skip", "wait")
 BACKGROUND = ("auto", "thread", "process")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _REDUNDANCY = re.compile(r"auto|none|copies:\d{1,3}|stripe:\d{1,3}\+\d{1,3}")
 
 
@@ -157,9 +158,14 @@ def agent_serves_store(env: Mapping[str, str]) -> bool:
 
 def _check_name(what: str, value: str | None) -> str | None:
     if value is not None and (
-        not isinstance(value, str) or not 0 < len(value) <= NAME_CHARS_MAX or "\0" in value
+        not isinstance(value, str)
+        or not 0 < len(value) <= NAME_CHARS_MAX
+        or _CONTROL.search(value)  # what is told of it must stay on its line
     ):
-        raise ConfigError(f"{what} is {value!r}, expected text of 1 to {NAME_CHARS_MAX} characters")
+        raise ConfigError(
+            f"{what} is {value!r}, expected text of 1 to {NAME_CHARS_MAX} characters, none of "
+            "them a control character"
+        )
     return value
 
 

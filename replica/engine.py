@@ -196,7 +196,15 @@ class Engine:
 
     def _choose_base(self) -> None:
         """A save without a restore before it must not overwrite the newest generation there is."""
-        self._session(Restorer(self.job, self._snapshot), load_state=False)
+        outcome = self._session(Restorer(self.job, self._snapshot), load_state=False)
+        if outcome.generation is not None and self.job.rank == 0:
+            log.warning(
+                "step %d of job %r is in memory, and restore() was not called or did not load it: "
+                "this run begins without it, and its saves will take its place. Call restore() "
+                "first to go on from it",
+                outcome.generation.step,
+                self.job.name,
+            )
 
     def _settle(self, outcome: RestoreOutcome, regrown: Regrown | None) -> None:
         job = self.job

@@ -7,6 +7,7 @@ the same type, naming it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -25,6 +26,7 @@ from recovery.topology import Topology
 from recovery.tree import dump
 from replica import errors
 from replica.arena import HELD, OWN, Arena, ArenaView, left_over
+from replica.arena_views import prune
 from replica.clock import Clock
 from replica.config import Config, Options
 from replica.group import Group
@@ -128,11 +130,19 @@ def open_job(options: Options, group: Group, estimate: Callable[[int], int], clo
     arena = None
     try:
         arena = _open_arena(config, group, topology)
-        return _Opening(config, group, layout, sizes, arena, clock).finish()
+        arena_dirs = [str(one["arena_dir"]) for one in said]
+        return _Opening(config, group, layout, sizes, arena_dirs, arena, clock).finish()
     except BaseException:
         if arena is not None:
-            arena.close()
+            _refuse(arena, config)
         raise
+
+
+def _refuse(arena: Arena, config: Config) -> None:
+    """Close the arena of a start that came to nothing."""
+    arena.close(refused=True)
+    with contextlib.suppress(OSError, errors.ArenaError):
+        prune(config.arena_dir, config.job)
 
 
 def _introduction(config: Config, nbytes: int) -> dict[str, Any]:
@@ -190,7 +200,7 @@ def _open_arena(config: Config, group: Group, topology: Topology) -> Arena:
         together(group, 2 * config.options.timeout_s, work)
     except BaseException:
         if arena is not None:
-            arena.close()
+            _refuse(arena, config)
         raise
     if arena is None:
         raise errors.ArenaError("the arena was not opened")
@@ -205,6 +215,7 @@ class _Opening:
     group: Group
     layout: Layout
     sizes: list[int]
+    arena_dirs: list[str]
     arena: Arena
     clock: Clock
     transport: Transport | None = None
@@ -323,7 +334,7 @@ class _Opening:
             check = check_memory(
                 MemoryFacts(**said[ranks[0]]["memory"]),
                 node=", ".join(nodes),
-                arena_dir=self.config.arena_dir,
+                arena_dir=", ".join(sorted({self.arena_dirs[rank] for rank in ranks})),
                 arena_bytes=sum(self._arena_bytes(rank) for rank in ranks),
                 present_bytes=sum(int(said[rank]["present"]) for rank in ranks),
                 scratch_bytes=max(self.sizes) * len(ranks),

@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 
 from replica import overlap, source
+from replica.copied_optimizers import CopiedOptimizers
 from replica.copies import CopyPlan
 from replica.errors import StateError
 from replica.fresh import LeafReader
@@ -96,6 +97,7 @@ class Snapshot:
         self._state = state
         self._random_states = random_states
         self._pending = PendingGradients(state)
+        self._copied = CopiedOptimizers()
         self.strict = True
         """Whether `prepare` refuses a saved state that fits the live one in part only."""
         self.left_out = LeftOut()
@@ -115,6 +117,7 @@ class Snapshot:
         not come back as it is.
         """
         self._pending.watch()
+        self._copied.check(self._state, rank)
         seen: list[object] | None = [] if self_check else None
         with _collector_paused():
             leaves, tree, copies = self._capture(rank, seen=seen)

@@ -9,6 +9,7 @@ from recovery.admission import Admission, admission_key, admit_session
 from recovery.agree import agree_session
 from recovery.commit import abort_value, decision_key
 from recovery.manifest import Generation, generation_id
+from recovery.session import ALL_RESTORE
 from recovery.slots import OWN
 from recovery.tree import GatherFailed, dump, merge_texts, texts_from
 from replica.arena import Slot
@@ -56,7 +57,8 @@ class Stager:
         except GatherFailed as failed:
             raise PeerError(
                 f"rank {job.rank}: the first save() waits for all ranks; {failed} within "
-                f"{job.config.options.timeout_s} s: every rank must call save() with the same steps"
+                f"{job.config.options.timeout_s} s: every rank must call save() with the same "
+                f"steps, and {ALL_RESTORE}"
             ) from failed
         errors = texts_from(raw)
         if errors:

@@ -39,10 +39,11 @@ def parse_word(raw: bytes, rank: int) -> dict[str, Any]:
 
 
 def check_introductions(said: Sequence[Any], library: str) -> None:
-    """Raise ConfigError unless every rank says its node, its bytes and what must be the same."""
+    """Raise ConfigError unless every rank says its node, its memory and what must be the same."""
     for rank, one in enumerate(said):
         known = isinstance(one, dict) and (
             _is_text(one.get("node"))
+            and _is_text(one.get("arena_dir"))
             and _is_number(one.get("bytes"))
             and isinstance(one.get("same"), dict)
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -11,8 +14,10 @@ from fractions import Fraction
 
 import pytest
 
+import replica
 from recovery.layout import make_layout, parse_redundancy
 from recovery.topology import Topology
+from tests.replica.inprocess import COMMIT_S
 from tests.sources import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -107,6 +112,51 @@ def test_the_table_is_what_the_layouts_compute(name, nodes, lost, ram, sent):
         float(ram),
         float(sent),
     ]
+
+
+def rows_after(page, line):
+    """List the rows of the first table after a line of a page, as lists of cells."""
+    text = (ROOT / page).read_text(encoding="utf-8").split(f"\n{line}\n")[1]
+    table = re.search(r"^\|.*\n\|---.*\n((?:\|.*\n)+)", text, flags=re.MULTILINE)[1]
+    return [[cell.strip() for cell in row.split(" | ")] for row in table.splitlines()]
+
+
+def test_every_option_is_listed_with_its_default():
+    """The README's table of options has all fields of Options and ``group``, and their defaults."""
+    listed = {
+        name: ast.literal_eval(default.strip("`"))
+        for names, default, *_ in rows_after("README.md", "## Options")
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    fields = dataclasses.fields(replica.Options)
+    assert listed == {one.name: one.default for one in fields} | {"group": None}
+
+
+def test_every_error_that_a_user_may_see_is_listed():
+    """The table of errors has all that ``replica`` exports, and what ``Ticket.wait`` may raise."""
+    listed = [row[0].strip("| `") for row in rows_after("docs/reliability.md", "## Errors")]
+    exported = [name for name in replica.__all__ if isinstance(getattr(replica, name), type)]
+    errors = [name for name in exported if issubclass(getattr(replica, name), Exception)]
+    assert sorted(listed) == sorted([*errors, "TimeoutError"])
+
+
+def test_events_have_the_keys_that_the_readme_lists(arena_dir):
+    """A save and a restore are made: the keys of their events are those of the table."""
+    line = "`with`, call `ckpt.close()` at the end."
+    listed = {
+        row[0].strip('| `"'): set(re.findall(r"`([a-z_]+)`", row[1]))
+        for row in rows_after("README.md", line)
+    }
+    assert sorted(listed) == ["mend", "restore", "save", "scrub"]
+    events = queue.SimpleQueue()
+    options = {"job": "job", "arena_dir": str(arena_dir), "node_id": "a", "redundancy": "none"}
+    with replica.Checkpointer({"x": 1}, on_event=events.put, **options) as one:
+        one.save(1).wait("committed", COMMIT_S)
+        one.restore()
+        found = [events.get(timeout=COMMIT_S) for _ in range(2)]
+    assert [event["event"] for event in found] == ["save", "restore"]
+    for event in found:
+        assert set(event) == {"event", "step", *listed[event["event"]]} - {"skipped"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

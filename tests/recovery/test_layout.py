@@ -238,6 +238,22 @@ def test_other_texts_are_refused(text):
     assert repr(text) in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["copies:0", "copies:65"])
+def test_a_number_of_copies_out_of_range_is_told_as_it_was_given(text):
+    """Copies are counted in the sentence as in the option, not as a code that nobody asked for."""
+    with pytest.raises(LayoutError, match="expected copies:r with r from 1 to 64") as caught:
+        parse_redundancy(text, 100)
+    assert "k+m" not in str(caught.value)
+
+
+def test_one_fragment_is_told_as_one():
+    """The sentence counts in the right number."""
+    with pytest.raises(LayoutError, match="puts 1 fragment on 1 node other than the owner's"):
+        parse_redundancy("copies:1", 1)
+    with pytest.raises(LayoutError, match="puts 3 fragments on 3 nodes other than"):
+        parse_redundancy("stripe:2+1", 1)
+
+
 def test_sizes_must_be_one_for_each_rank():
     """A list of sizes of another length is refused, not cut or repeated."""
     with pytest.raises(LayoutError, match="2 sizes for 3 ranks"):

@@ -155,6 +155,15 @@ def life(make) -> list:
     return seen
 
 
+def test_a_save_without_a_restore_is_told_by_the_trainers_log(make, caplog):
+    """What the background process finds in memory and will overwrite, is warned of here."""
+    with make({"x": 1}, mode="thread") as one:
+        one.save(7).wait("committed", COMMIT_S)
+    with make({"x": 1}) as one:
+        one.save(1).wait("committed", COMMIT_S)
+    assert "step 7 of job 'job' is in memory, and restore() was not called" in caplog.text
+
+
 def test_a_group_of_threads_is_refused_on_every_rank(arena_dir):
     """Ranks of one process have no group that a second process could join: ConfigError on all."""
     groups = MemoryGroup.make(2)

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 import replica
+from replica import opening
 from replica.config import Config, Options
 from replica.group import MemoryGroup
 from replica.ticket import Ticket
 from tests.replica.damage import slots
-from tests.replica.inprocess import COMMIT_S, Cluster, HookedGroup
+from tests.replica.inprocess import COMMIT_S, Cluster, HookedGroup, outcomes
 
 JOB_VARIABLES = ("PLANARIA_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 OTHER_VARIABLES = ("PLANARIA_NODE_ID", "PLANARIA_ARENA_DIR", "PLANARIA_STORE")
@@ -98,7 +100,40 @@ def test_too_little_memory_is_said_before_training(make, small_tmpfs):
     state = {"w": torch.zeros(1 << 17, dtype=torch.float64)}
     with pytest.raises(replica.ArenaFull, match=r"node a: \d+ bytes needed.*\d+ bytes available"):
         make(state, arena_dir=str(small_tmpfs)).start()
-    assert not [path for path in small_tmpfs.rglob("*") if path.suffix == ".safetensors"]
+    assert files(small_tmpfs) == []
+
+
+def test_another_nodes_memory_is_told_with_its_own_directory(arena_dir, small_tmpfs, clean_env):
+    """Node b has another arena_dir, with too little room: both ranks name that one."""
+    groups, dirs = MemoryGroup.make(2), [arena_dir, small_tmpfs]
+
+    def start(rank):
+        options = {"job": "job", "node_id": "ab"[rank], "arena_dir": str(dirs[rank])}
+        state = {"w": torch.zeros(1 << 17, dtype=torch.float64)}
+        replica.Checkpointer(state, group=groups[rank], **options).start()
+
+    for error in outcomes(2, start):
+        assert isinstance(error, replica.ArenaFull)
+        assert "node b: " in str(error)
+        assert f"the file system of {small_tmpfs} has too little" in str(error)
+    assert files(arena_dir) == [small_tmpfs]
+
+
+def test_a_refused_start_leaves_nothing_that_it_made(arena_dir, make, monkeypatch):
+    """On disk: a new job leaves no file; what a job has saved before stays as it was."""
+    with make({"x": 1}) as one:
+        one.save(1).wait("committed", COMMIT_S)
+    kept, real = files(arena_dir), opening.memory_facts
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            opening, "memory_facts", lambda path: replace(real(path), filesystem="ext4")
+        )
+        for job in ("job", "other"):
+            with pytest.raises(replica.ArenaFull, match="is on ext4"):
+                make({"x": 1}, job=job).start()
+            assert files(arena_dir) == kept
+    with make({"x": 0}) as one:
+        assert one.restore() == 1
 
 
 def test_start_opens_once(arena_dir, make):
@@ -345,6 +380,8 @@ def test_a_listener_that_raises_harms_no_save(make, caplog):
         ({"job": ""}, "job is ''"),
         ({"job": 7}, "job is 7"),
         ({"job": "a\0b"}, "job is"),
+        ({"job": "a\nb"}, r"job is 'a\\nb', expected .* none of them a control character"),
+        ({"node_id": "a\x9bb"}, "node_id is"),
         ({"node_id": ""}, "node_id is ''"),
         ({"interval_steps": 0}, "interval_steps is 0"),
         ({"interval_steps": 1.5}, "interval_steps is 1.5"),
@@ -611,8 +648,8 @@ def gated(make, gate, **options):
 
 def test_a_busy_step_is_skipped(make):
     """While step 2 is not decided, steps 3 and 4 are skipped at once; 5 is saved after it."""
-    gate = Gate()
-    with gated(make, gate) as one:
+    gate, events = Gate(), []
+    with gated(make, gate, on_event=events.append) as one:
         one.save(1).wait("committed", COMMIT_S)
         gate.shut.set()
         second = one.save(2)
@@ -620,6 +657,8 @@ def test_a_busy_step_is_skipped(make):
         skipped = [one.save(step) for step in (3, 4)]
         assert [ticket.skipped for ticket in skipped] == [True, True]
         assert {ticket.reason for ticket in skipped} == {"a save is under way"}
+        told = [event for event in events if event["outcome"] == "skipped"]
+        assert [set(event) for event in told] == [{"event", "step", "outcome", "reason"}] * 2
         status = one.status()
         assert (status["busy"], status["saves_skipped"]) == (True, 2)
         assert (status["committed_step"], status["may_lose_steps"]) == (1, 1)
@@ -713,6 +752,42 @@ def test_a_save_without_a_restore_keeps_what_was_there(arena_dir, make):
     one.close()
     with make({"x": 0}) as one:
         assert one.restore() == 1
+
+
+def test_a_save_without_a_restore_is_told(arena_dir, caplog):
+    """A new life that saves first is warned by rank 0 that step 3 goes; one that restores: not."""
+
+    def life(body):
+        caplog.clear()
+        Cluster(arena_dir, ["a", "b"], "copies:1").run(body)
+        return [r.getMessage() for r in caplog.records if "its saves will take" in r.getMessage()]
+
+    assert life(lambda me: me.commit(1, 2)) == []
+    assert life(lambda me: (me.restore(), me.commit(3))) == []
+    (said,) = life(lambda me: me.commit(1, 2))
+    for part in (
+        "step 3 of job 'job' is in memory",
+        "restore() was not called",
+        "Call restore() f",
+    ):
+        assert part in said
+
+
+@pytest.mark.parametrize("restoring", [0, 1])
+def test_ranks_that_disagree_whether_to_restore_are_told_so(arena_dir, restoring):
+    """One calls restore() and the other save(): each one's error says what all must do."""
+
+    def body(me):
+        if me.rank == restoring:
+            me.ckpt.restore()
+        me.ckpt.save(1)
+
+    found = Cluster(arena_dir, ["a", "b"], "copies:1", timeout_s=1.0).outcomes(body)
+    kinds = {restoring: replica.RestoreAborted, 1 - restoring: replica.PeerError}
+    for rank, error in enumerate(found):
+        assert isinstance(error, kinds[rank])
+        assert f"rank {1 - rank}" in str(error)
+        assert "all ranks must call restore() before the first save(), or none" in str(error)
 
 
 def test_an_unsupported_value_is_named_and_can_be_mended(make):

@@ -177,7 +177,8 @@ def test_status_for_people_says_the_same(open_arena, arena_dir, capsys):
     ):
         assert part in out
     arena.close()
-    assert "not running" in run(capsys, "status", "--arena-dir", arena_dir)[1]
+    closed = "position 0  rank 1 of 2 when last opened  not running"
+    assert closed in run(capsys, "status", "--arena-dir", arena_dir)[1]
 
 
 def whole() -> SlotRecord:
@@ -235,7 +236,8 @@ def test_a_dry_run_lists_and_keeps(open_arena, arena_dir, capsys, choice):
     open_arena(job="a", position=1).close()
     _, out, _ = run(capsys, "clean", "--arena-dir", arena_dir, *choice, "--dry-run")
     assert len(out.splitlines()) == (1 if "--job" in choice else 2)
-    assert path not in out.splitlines()
+    assert all(line.startswith(f"would remove {arena_dir}") for line in out.splitlines())
+    assert f"would remove {path}" not in out.splitlines()
     assert len(status(capsys, arena_dir)["arenas"]) == 3
 
 

@@ -105,12 +105,13 @@ def test_strangers_on_our_ports_change_nothing(real):
         world.begin("commit", step=step)
         for place in ports:
             for noise in NOISE:
-                stranger = socket.create_connection(place, timeout=5.0)
-                held.append(stranger)
                 try:
+                    stranger = socket.create_connection(place, timeout=5.0)
+                    held.append(stranger)
                     stranger.sendall(noise)
                 except OSError:
-                    continue  # hung up on: as good
+                    continue  # hung up on, or nobody listens there any more: as good
+        assert held
         assert [worker.result() for worker in world.workers] == ["committed"] * 2
     assert world.each("restore") == [3] * 2
     assert all(world.each("state_is", step=3))

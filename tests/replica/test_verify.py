@@ -140,7 +140,7 @@ def test_one_host_alone_says_whom_it_can_give_back(arena_dir, capsys):
     assert sorted(newest["missing_owners"]) == ["1", "2", "3"]
     assert newest["exact"] is False
     assert cli.main(["verify", "--arena-dir", str(arena_dir)]) == 0
-    assert "what verified here alone give back owner 0 of 4" in capsys.readouterr().out
+    assert "the slots that verified alone give back owner 0 of 4" in capsys.readouterr().out
 
 
 def test_the_report_for_people_names_the_chunk(open_arena, arena_dir, rng, capsys):

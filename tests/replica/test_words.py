@@ -96,7 +96,9 @@ def test_facts_of_another_form_are_refused(change):
         check_facts([FACTS, FACTS | change])
 
 
-@pytest.mark.parametrize("change", [{"node": ""}, {"node": 3}, {"bytes": -1}, {"same": []}])
+@pytest.mark.parametrize(
+    "change", [{"node": ""}, {"node": 3}, {"bytes": -1}, {"same": []}, {"arena_dir": None}]
+)
 def test_introductions_of_another_form_are_refused(change):
     """Another version may say less or other things: the rank, its node and our version are told."""
     with pytest.raises(ConfigError, match=r"rank 1 on node .* version 1\.2"):
