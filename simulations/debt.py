@@ -106,13 +106,17 @@ class Debt:
         found = holdings(truth, self._world.launcher.nodes)
         for owner, items in found.items():
             missing = max(0, truth.survives - tolerance(truth, items))
-            truth.damage[owner] = self._newest_damage(truth, owner, missing)
+            truth.damage[owner] = self._newest_damage(truth, owner, missing, items)
 
-    def _newest_damage(self, truth: Truth, owner: int, nodes: int) -> set[Item]:
-        """What faults took last from so many nodes; what else is missing was never there."""
+    def _newest_damage(self, truth: Truth, owner: int, nodes: int, there: set[Item]) -> set[Item]:
+        """What faults took last from so many nodes; what else is missing was never there.
+
+        A node that has something, regrown since, is none of them: its loss is still to come.
+        """
         kept: set[Item] = set()
+        names = {name for name, _ in there}
         known = sorted(
-            truth.damage.get(owner, set()),
+            (item for item in truth.damage.get(owner, set()) if item[0] not in names),
             key=lambda item: (
                 self._damaged_at.get((truth.generation.id, owner, *item), 0.0),
                 item,
