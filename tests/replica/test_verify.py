@@ -326,7 +326,7 @@ def test_an_older_empty_frame_beside_a_damaged_record_is_damage(
     frames = {begin: decode_frame(raw[begin : begin + half]) for begin in (0, half)}
     begin = max(frames, key=lambda place: frames[place][0])
     end = begin + len(encode_frame(*frames[begin]))
-    for left in (0, 8, 40, end - begin - 1):
+    for left in (0, 8, 40, (end - begin) // 2):
         path.write_bytes(raw[: begin + left] + bytes(half - left) + raw[begin + half :])
         assert "never finished" in one_slot(arena_dir).reason
     for at in range(begin, end):
