@@ -63,6 +63,13 @@ class Reader:
         return found
 
 
+def end_workers(loader):
+    """End the workers of the iterator that there is, if any."""
+    end = getattr(loader._iterator, "_shutdown_workers", None)
+    if end is not None:
+        end()
+
+
 @pytest.fixture
 def reader():
     """Return a function that makes a reader, whose workers end with the test.
@@ -77,9 +84,7 @@ def reader():
 
     yield make
     for one in made:
-        end = getattr(one.loader._iterator, "_shutdown_workers", None)
-        if end is not None:
-            end()
+        end_workers(one.loader)
 
 
 def state_of(loader):
@@ -168,6 +173,7 @@ def test_what_a_program_sets_before_an_epoch_holds_in_the_one_that_goes_on(stop,
     sampler, loader, at = make()
     assert epochs_of(sampler, loader, at, stop) == wanted[:stop]
     image = image_of({"loader": loader, "at": at}, random_states=True)
+    end_workers(loader)
     sampler, loader, at = make()
     torch.manual_seed(6)
     load(image, {"loader": loader, "at": at}, random_states=True)
