@@ -94,20 +94,21 @@ def _parse(text: str) -> Redundancy:
         return NONE
     copies = re.fullmatch(r"copies:([0-9]{1,3})", text)
     stripe = re.fullmatch(r"stripe:([0-9]{1,3})\+([0-9]{1,3})", text)
-    try:
-        if copies:
-            if int(copies[1]) not in range(1, MAX_FRAGMENTS + 1):
-                raise LayoutError(
-                    f"redundancy {text!r}: expected copies:r with r from 1 to {MAX_FRAGMENTS}, "
-                    "or 'none' for no copies on other nodes"
-                )
-            Code(1, int(copies[1]) - 1)
-            return Redundancy("copies", 1, int(copies[1]) - 1)
-        if stripe:
-            Code(int(stripe[1]), int(stripe[2]))
-            return Redundancy("stripe", int(stripe[1]), int(stripe[2]))
-    except CodeError as error:
-        raise LayoutError(f"redundancy {text!r}: {error}") from error
+    if copies:
+        r = int(copies[1])
+        if not 1 <= r <= MAX_FRAGMENTS:
+            raise LayoutError(
+                f"redundancy {text!r}: expected copies:r with r from 1 to {MAX_FRAGMENTS}, "
+                "or 'none' for no copies on other nodes"
+            )
+        return Redundancy("copies", 1, r - 1)
+    if stripe:
+        k, m = int(stripe[1]), int(stripe[2])
+        try:
+            Code(k, m)
+        except CodeError as error:
+            raise LayoutError(f"redundancy {text!r}: {error}") from error
+        return Redundancy("stripe", k, m)
     raise LayoutError(f"redundancy {text!r} is not one of 'auto', 'none', 'copies:r', 'stripe:k+m'")
 
 

@@ -92,10 +92,13 @@ class FrameFile:
         can tell which. What is read may be older than what was written last.
         """
         newest = self._newest()
-        if newest is None or self._frame(1 - newest[0] % 2) is not None:
+        if newest is None:
             return False
-        begin = (1 - newest[0] % 2) * self.frame_bytes
-        return newest[0] > 1 or any(os.pread(self.descriptor, _HEADER.size, begin))
+        other = 1 - newest[0] % 2
+        if self._frame(other) is not None:
+            return False
+        header = os.pread(self.descriptor, _HEADER.size, other * self.frame_bytes)
+        return newest[0] > 1 or any(header)
 
     def write(self, payload: bytes) -> None:
         """Replace the value. Until this returns, the former one is still what a reader finds."""

@@ -9,15 +9,12 @@ drawn then is put back.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
+from replica.random_states import capture_random_states, prepare_random_states
 from replica.state import generator_state, set_generator_state
 
 _MAKE = "_get_iterator"
@@ -56,15 +53,11 @@ class _Once:
 @contextmanager
 def _drawing_in_vain(generators: Sequence[object]) -> Iterator[None]:
     """Put back at the end what is drawn inside: from this process's states and the generators."""
-    python, legacy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
+    put_back = prepare_random_states(capture_random_states())
     own = [(generator, generator_state(generator)) for generator in generators]
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = list(range(torch.cuda.device_count())) if started else []
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(legacy)  # noqa: NPY002
+        put_back()
         for generator, state in own:
             set_generator_state(generator, state)
