@@ -51,6 +51,12 @@ def checkpointers(arena_dir, timeout_s: float):
         one.close()
 
 
+def commit(state, one, step: int) -> None:
+    """Train and save a step."""
+    state["w"].fill_(step)
+    one.save(step, when_busy="wait").wait("committed", COMMIT_S)
+
+
 def pid_of(checkpointer) -> int:
     """Return the pid of the background process."""
     return checkpointer._engine._line.pid

@@ -30,7 +30,7 @@ from replica.serving import Serving
 from replica.snapshot import LoadPlan, Snapshot
 from replica.ticket import Ticket
 from tests.replica.arena_tools import mappings
-from tests.replica.background_tools import background_processes
+from tests.replica.background_tools import background_processes, commit
 from tests.replica.inprocess import COMMIT_S
 from tests.replica.pool import worker_environment
 from tests.replica.strikes import Interrupted
@@ -57,12 +57,6 @@ def alone(arena_dir):
     yield maker
     for _, one in made:
         one.close()
-
-
-def commit(state, one, step: int) -> None:
-    """Train and save a step."""
-    state["w"].fill_(step)
-    one.save(step, when_busy="wait").wait("committed", COMMIT_S)
 
 
 def close_soon(one, arena_dir) -> None:

@@ -21,7 +21,7 @@ from replica.remote import RemoteEngine
 from replica.serving import Serving
 from replica.snapshot import Snapshot
 from replica.wire import Wire
-from tests.replica.background_tools import background_processes, checkpointers
+from tests.replica.background_tools import background_processes, checkpointers, commit
 from tests.replica.inprocess import COMMIT_S
 from tests.replica.strikes import strike_at
 
@@ -55,7 +55,7 @@ class Preempted(Exception):
     """What a handler raises when the time is up."""
 
 
-def preempt():
+def preempt(_checkpointer):
     """Be that handler."""
     raise Preempted("the time is up")
 
@@ -72,12 +72,6 @@ def make(arena_dir):
         yield made
 
 
-def commit(state, one, step: int) -> None:
-    """Train and save a step."""
-    state["w"].fill_(step)
-    one.save(step, when_busy="wait").wait("committed", COMMIT_S)
-
-
 def check_restored(make, step: int) -> None:
     """The next start finds it."""
     state, one = make()
@@ -86,37 +80,37 @@ def check_restored(make, step: int) -> None:
     one.close()
 
 
-def test_an_exception_of_a_usual_kind_comes_out_as_it_is(make, monkeypatch):
-    """Whenever the trainer answers nothing: the step is given up, and the next one committed."""
+def struck_saves(make, monkeypatch, moments, act):
+    """Yield a save for each moment, at which a handler strikes it that does ``act``.
+
+    Each time the step after it is committed, and the last one is what the next start finds.
+    """
     state, one = make()
     commit(state, one, 1)
     step = 1
-    for owner, name, after in OUTSIDE:
-        struck = strike_at(monkeypatch, owner, name, after=after, act=preempt)
-        with pytest.raises(Preempted):
-            one.save(step + 1, when_busy="wait")
+    for owner, name, after in moments:
+        struck = strike_at(monkeypatch, owner, name, after=after, act=partial(act, one))
+        yield partial(one.save, step + 1, when_busy="wait")
         assert struck
         commit(state, one, step + 2)
         step += 2
     one.close()
     check_restored(make, step)
+
+
+def test_an_exception_of_a_usual_kind_comes_out_as_it_is(make, monkeypatch):
+    """Whenever the trainer answers nothing: the step is given up, and the next one committed."""
+    for save in struck_saves(make, monkeypatch, OUTSIDE, preempt):
+        with pytest.raises(Preempted):
+            save()
 
 
 def test_an_exception_while_the_state_is_read_fails_the_step(make, monkeypatch):
     """As an exception of the state's own would: the ticket says which, and the next one goes on."""
-    state, one = make()
-    commit(state, one, 1)
-    step = 1
-    for owner, name, after in INSIDE:
-        struck = strike_at(monkeypatch, owner, name, after=after, act=preempt)
-        ticket = one.save(step + 1, when_busy="wait")
-        assert struck
+    for save in struck_saves(make, monkeypatch, INSIDE, preempt):
+        ticket = save()
         with pytest.raises(replica.SaveFailed, match="Preempted: the time is up"):
             ticket.wait("committed", COMMIT_S)
-        commit(state, one, step + 2)
-        step += 2
-    one.close()
-    check_restored(make, step)
 
 
 @pytest.mark.parametrize(
@@ -162,21 +156,16 @@ def test_close_amid_a_restore(make, monkeypatch, owner, name, after):
     check_restored(make, 1)
 
 
-def test_another_call_amid_a_save_is_refused(make, monkeypatch):
+@pytest.mark.parametrize(
+    ("call", "nested"),
+    [("save", lambda one: one.save(99)), ("restore", lambda one: one.restore())],
+    ids=["save", "restore"],
+)
+def test_another_call_amid_a_save_is_refused(make, monkeypatch, call, nested):
     """The process carries out one after another: it would wait for this one, and this for it."""
-    state, one = make()
-    commit(state, one, 1)
-    step = 1
-    for nested, call in ((partial(one.save, 99), "save"), (one.restore, "restore")):
-        for owner, name, after in OUTSIDE:
-            struck = strike_at(monkeypatch, owner, name, after=after, act=nested)
-            with pytest.raises(ConfigError, match=rf"{call}\(\) was called within save\(\)"):
-                one.save(step + 1, when_busy="wait")
-            assert struck
-            commit(state, one, step + 2)
-            step += 2
-    one.close()
-    check_restored(make, step)
+    for save in struck_saves(make, monkeypatch, OUTSIDE, nested):
+        with pytest.raises(ConfigError, match=rf"{call}\(\) was called within save\(\)"):
+            save()
 
 
 def test_a_listener_that_saves_amid_a_restore(make, caplog):
